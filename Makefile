@@ -1,0 +1,44 @@
+# Everything runs from .venv in the project's root; a target that needs it makes it, once.
+PYTHON ?= python3
+WORKERS ?= auto
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# One thread per test process: the workers already fill the cores.
+export OMP_NUM_THREADS ?= 1
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS)
+
+.PHONY: demo test quick check lint coverage clean
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	$(BIN)/ltm demo
+
+test: $(INSTALLED)
+	$(PYTEST)
+
+quick: $(INSTALLED)
+	$(PYTEST) -m "not slow"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+check: lint test
+
+coverage: $(INSTALLED)
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered
+
+clean:
+	rm -rf $(VENV) build dist htmlcov .coverage .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# Touched only after a complete install, so a second run does nothing and a broken one starts over.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "ltm needs Python 3.11 or later; name one with: make PYTHON=python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,59 @@
+"""Learnable token merging for vision transformers.
+
+Names are imported when first used, so that `import ltm` costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ltm.api import (
+        collect_statistics_ as collect_statistics_,
+        freeze_ as freeze_,
+        gmacs as gmacs,
+        load as load,
+        merge_maps as merge_maps,
+        merge_tokens_ as merge_tokens_,
+        save as save,
+        token_counts as token_counts,
+        unmerge_tokens_ as unmerge_tokens_,
+    )
+    from ltm.core.bottleneck import (
+        InformationBottleneck as InformationBottleneck,
+        information_bottleneck as information_bottleneck,
+    )
+    from ltm.core.clustering import image_features as image_features
+    from ltm.methods import LTM as LTM, LTMP as LTMP, ToFu as ToFu, ToMe as ToMe
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ltm.api": (
+        "collect_statistics_",
+        "freeze_",
+        "gmacs",
+        "load",
+        "merge_maps",
+        "merge_tokens_",
+        "save",
+        "token_counts",
+        "unmerge_tokens_",
+    ),
+    "ltm.core.bottleneck": ("InformationBottleneck", "information_bottleneck"),
+    "ltm.core.clustering": ("image_features",),
+    "ltm.methods": ("LTM", "LTMP", "ToFu", "ToMe"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its home, once."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ltm' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME_OF)

@@ -1,0 +1,61 @@
+"""The command line `ltm`.
+
+A command is one file, `ltm/cli/<name>.py`, with a typed function `<name>`, and one line in
+`COMMANDS`. The function's signature is its options, its docstring, with an example, is its help.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "demo": "Measure the information bottleneck of features made up on the spot.",
+}
+
+BAD_INPUT = (
+    ValueError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command; 2 and one sentence on standard error mean bad input."""
+    import tyro
+
+    args = list(sys.argv[1:] if args is None else args)
+    if not args or args[0] not in COMMANDS:
+        # Nothing runs: tyro prints the list of commands, or what is wrong, and exits.
+        tyro.extras.subcommand_cli_from_dict(
+            {name: _entry(summary) for name, summary in COMMANDS.items()},
+            prog="ltm",
+            description="Merge tokens in vision transformers: the same network for less compute.",
+            args=args,
+        )
+        return 0
+    name, *options = args
+    command = getattr(import_module(f"ltm.cli.{name}"), name)
+    try:
+        tyro.cli(command, prog=f"ltm {name}", description=_description(command), args=options)
+    except BAD_INPUT as error:
+        print(f"ltm {name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _entry(summary: str) -> Callable[[], None]:
+    """Stand in for a command in the list of commands, so that the list imports none of them."""
+
+    def entry() -> None: ...
+
+    entry.__doc__ = summary
+    return entry
+
+
+def _description(command: Callable[..., object]) -> str:
+    """Return the docstring up to its arguments, which tyro shows beside the options."""
+    return (inspect.getdoc(command) or "").split("\nArgs:\n")[0].rstrip()

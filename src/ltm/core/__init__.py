@@ -1,0 +1,1 @@
+"""Pure functions on tensors: torch and nothing else."""

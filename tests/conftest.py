@@ -1,0 +1,37 @@
+"""What every test relies on: checked shapes, one thread, fixed seeds, real data if there is any."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+import torch
+from hypothesis import settings
+from jaxtyping import install_import_hook
+
+# Before anything of ours is imported: from here on, annotated shapes are assertions.
+install_import_hook(["ltm.core", "ltm.methods", "ltm.adapters"], "beartype.beartype")
+
+torch.set_num_threads(1)
+
+# The same examples every time, lest CI fail by chance; search with --hypothesis-profile=explore.
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("fixed")
+
+REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Return the folder of real images and weights, which are not part of the project."""
+    if not REAL_DATA.is_dir():
+        pytest.skip("no real data: ../shared/data is absent")
+    return REAL_DATA
