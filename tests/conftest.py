@@ -1,6 +1,7 @@
 """What every test relies on: checked shapes, one thread, fixed seeds, real data if there is any."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,10 +10,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 from hypothesis import settings
-from jaxtyping import install_import_hook
+from jaxtyping import config as jaxtyping_config, install_import_hook
 
 # Before anything of ours is imported: from here on, annotated shapes are assertions.
-install_import_hook(["ltm.core", "ltm.methods", "ltm.adapters"], "beartype.beartype")
+install_import_hook(["ltm.core", "ltm.methods", "ltm.adapters"], "shapecheck.check")
 
 torch.set_num_threads(1)
 
@@ -27,6 +28,17 @@ REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """Switch the shape assertions off, as they are for users: our own checks must do.
+
+    Also for compiling and exporting, which need not trace the assertions.
+    """
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")
