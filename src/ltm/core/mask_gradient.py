@@ -1,9 +1,9 @@
 """The gradient of the bound IBB with respect to a merging mask, in closed form.
 
 Letters: `Z` tokens before merging (n x d), `G` the mask (n x p), `X~ = G^T Z` the merged tokens,
-`x` a feature of them and `f = x / |x|`; `phi[a]` its membership in class a, `c[a]` the class centroids,
-`q[a, y]` the variational Q(X~ in a | Y = y), `psi[a]` what class a costs the sample, `V` the
-gradient of IBB_i, the bound's term of sample i, with respect to x.
+`x` a feature of them and `f = x / |x|`; `phi[a]` its membership in class a, `c[a]` the centroid of
+class a, `q[a, y]` the variational Q(X~ in a | Y = y), `psi[a]` what class a costs the sample, `V`
+the gradient of IBB_i, the bound's term of sample i, with respect to x.
 
 The feature is either all merged tokens, flattened (token space, the paper's letter), or their mean
 (pooled space). Everything is per sample: the gradient of IBB is the mean over samples. All results
@@ -69,7 +69,7 @@ def feature_gradient(
     """
     phi = class_membership(features, centroids, beta, present)
     validation.check_shape("psi", psi, tuple(phi.shape), "samples by classes")
-    return _through_normalisation(features, membership_gradient(phi, psi, centroids, beta))
+    return through_normalisation(features, membership_gradient(phi, psi, centroids, beta))
 
 
 def token_gradient(
@@ -93,7 +93,7 @@ def pooled_gradient(
     return token_gradient(tokens, gradient[:, None])[..., 0]
 
 
-def _through_normalisation(x: Tensor, gradient: Tensor) -> Tensor:
+def through_normalisation(x: Tensor, gradient: Tensor) -> Tensor:
     """Apply the Jacobian of `x / |x|`, which is `(I - f f^T) / |x|`."""
     x = widen(x).to(gradient.dtype)
     unit = normalise(x)
