@@ -25,7 +25,7 @@ def psi(q: Float[Tensor, "a y"], labels: Num[Tensor, "b *y"]) -> Float[Tensor, "
     `labels` are classes (whole numbers, `b`) or soft labels (`b y`). What psi holds besides is the
     same for every class, and cancels in the gradient. Neither Q nor labels carry gradient.
     """
-    _check_q(q)
+    validation.check_features("q", q, num_dims=2)
     costs = -widen(q.detach()).clamp_min(torch.finfo(torch.float32).tiny).log()
     num_labels = q.shape[1]
     if labels.is_floating_point():
@@ -79,6 +79,12 @@ def token_gradient(
 
     `gradient` is V of the flattened merged tokens, unflattened to `b p d`.
     """
+    validation.check_features("tokens", tokens, num_dims=3)
+    validation.check_features("gradient", gradient, num_dims=3)
+    batch, _, width = tokens.shape
+    validation.check_shape(
+        "gradient", gradient, (batch, gradient.shape[1], width), "the samples and width of tokens"
+    )
     with full_precision(tokens):
         return widen(tokens).to(gradient.dtype) @ gradient.mT
 
@@ -100,7 +106,3 @@ def through_normalisation(x: Tensor, gradient: Tensor) -> Tensor:
     length = (x * unit).sum(-1, keepdim=True)
     across = gradient - (gradient * unit).sum(-1, keepdim=True) * unit
     return torch.where(length > ZERO_LENGTH, across / length.clamp_min(ZERO_LENGTH), 0)
-
-
-def _check_q(q: Tensor) -> None:
-    validation.check_features("q", q, num_dims=2)

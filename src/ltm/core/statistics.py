@@ -9,13 +9,19 @@ data twice, first without memberships, then with those that the first pass's cen
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, distributed
 
-from ltm.core import bottleneck, clustering, validation
+from ltm.core import clustering, validation
+from ltm.core.bottleneck import (
+    FLOOR,
+    InformationBottleneck,
+    from_tables,
+    negative_entropy,
+    variational_q,
+)
 from ltm.core.precision import full_precision
 
 
@@ -37,15 +43,14 @@ class ClassStatistics:
     input_log: Float[Tensor, ""]
     """Sum of `sum_b phi(X_i, b) log phi(X_i, b)`."""
 
-    @classmethod
+    @staticmethod
     def zeros(
-        cls,
         num_classes: int,
         width: int,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float64,
-    ) -> Self:
+    ) -> "ClassStatistics":
         """Start from nothing; float64 because a million small terms are lost in float32."""
         validation.check_num_classes(num_classes)
         if width < 1:
@@ -57,17 +62,19 @@ class ClassStatistics:
             "joint": (num_classes, num_classes),
             "input_log": (),
         }
-        return cls(
+        return ClassStatistics(
             **{
                 name: torch.zeros(shape, device=device, dtype=dtype)
                 for name, shape in shapes.items()
             }
         )
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+    @staticmethod
+    def from_state(state: Mapping[str, Tensor]) -> "ClassStatistics":
         """Rebuild statistics around the tensors of `state()`, which are not copied."""
-        return cls(**{field.name: state[field.name] for field in fields(cls)})
+        return ClassStatistics(
+            **{field.name: state[field.name] for field in fields(ClassStatistics)}
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Return the sums by name."""
@@ -108,7 +115,7 @@ class ClassStatistics:
         input_membership = input_membership.to(self.joint)
         with full_precision(self.joint):
             self.joint.addmm_(membership.mT, input_membership)
-        self.input_log.add_(bottleneck.negative_entropy(input_membership).sum())
+        self.input_log.add_(negative_entropy(input_membership).sum())
 
     def __add__(self, other: "ClassStatistics") -> "ClassStatistics":
         for name, value in self.state().items():
@@ -142,18 +149,19 @@ class ClassStatistics:
         """Class centroids; zero for empty classes."""
         return clustering.class_centroids(self.features, self.counts)
 
-    def q(self, floor: float = bottleneck.FLOOR) -> Float[Tensor, "c c"]:
+    def q(self, floor: float = FLOOR) -> Float[Tensor, "c c"]:
         """Variational Q(X~ in a | Y = y), columns summing to one; uniform for empty classes."""
-        return bottleneck.variational_q(self.membership, floor)
+        return variational_q(self.membership, floor)
 
-    def bottleneck(self, floor: float = bottleneck.FLOOR) -> bottleneck.InformationBottleneck:
+    def bottleneck(self, floor: float = FLOOR) -> InformationBottleneck:
         """Information bottleneck of all samples; all of them must have come with memberships."""
-        total = self.joint.sum()
-        if not bool(total > 0):
+        total, labelled = self.joint.sum(), self.membership.sum()
+        if not bool(total > 0) or not torch.allclose(total, labelled, rtol=1e-3):
             raise ValueError(
-                "joint is empty: update with membership and input_membership is needed"
+                f"{float(labelled):.0f} samples came with membership, {float(total):.0f} with "
+                "input_membership too: every update needs both"
             )
-        return bottleneck.from_tables(
+        return from_tables(
             joint=self.joint / total,
             by_label=self.membership / total,
             input_log=self.input_log / total,

@@ -1,0 +1,37 @@
+"""`import ltm` must stay light: names are imported when they are first used."""
+
+import subprocess
+import sys
+
+import pytest
+
+import ltm
+
+CHECK = """
+import sys, time, torch
+start = time.perf_counter()
+import ltm
+{use}
+seconds = time.perf_counter() - start
+assert seconds < 1.5, f"{{seconds:.2f}} s"
+heavy = {{"timm", "torchvision", "lightning", "matplotlib"}} & set(sys.modules)
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+"""
+
+
+@pytest.mark.parametrize("use", ["", "ltm.information_bottleneck; ltm.image_features"])
+def test_import_is_light(use: str) -> None:
+    command = [sys.executable, "-c", CHECK.format(use=use)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", dir(ltm))
+def test_every_public_name_has_a_home(name: str) -> None:
+    assert getattr(ltm, name).__name__ == name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'merge_everything'"):
+        _ = ltm.merge_everything  # pyright: ignore[reportAttributeAccessIssue]
