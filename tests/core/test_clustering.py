@@ -39,6 +39,17 @@ def test_membership_is_the_papers_softmax_over_present_classes(drawn: Samples) -
     torch.testing.assert_close(phi.sum(-1), torch.ones_like(phi[:, 0]))
 
 
+@given(betas(1e-3, 10.0), st.integers(0, 2**32 - 1))
+def test_membership_measures_distance_to_centroids_of_any_length(beta: float, seed: int) -> None:
+    """A centroid is zero where a class's features cancel, so lengths matter."""
+    generator = torch.Generator().manual_seed(seed)
+    centroids = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    features = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    unit = features / features.norm(dim=1, keepdim=True)
+    expected = torch.softmax(-beta * torch.cdist(unit, centroids).square(), dim=-1)
+    torch.testing.assert_close(class_membership(features, centroids, beta), expected)
+
+
 @given(betas(), st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
 def test_membership_is_never_nan(beta: float, dtype: torch.dtype) -> None:
     for features in (torch.zeros(3, 4), torch.ones(1, 4), torch.full((3, 4), 6e4)):
