@@ -1,0 +1,12 @@
+"""The families. Importing one registers it; a family that contains another's blocks comes first."""
+
+# isort: off
+from ltm.adapters import mobilevit as mobilevit
+from ltm.adapters import swin as swin
+from ltm.adapters import efficientvit as efficientvit
+from ltm.adapters import vit as vit
+
+# isort: on
+from ltm.adapters.base import Adapter, Conversion, adapter_of, adapters, select_adapter
+
+__all__ = ["Adapter", "Conversion", "adapter_of", "adapters", "select_adapter"]

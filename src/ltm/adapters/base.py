@@ -1,0 +1,292 @@
+"""What every family of networks shares: merging blocks, and the adapter that makes them.
+
+Conversion swaps the class of a host block for a subclass of it that merges between its children;
+the block gains one child, `merger`. Undoing swaps the class back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ltm.adapters.state import Record, Tokens, TokenState
+from ltm.core.merge import Merge
+from ltm.core.schedule import Grid
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block of a host network, before anything is converted."""
+
+    path: str
+    module: nn.Module
+    width: int
+    stage: int
+    """Which run of blocks at one resolution it belongs to."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive blocks on one sequence of tokens, which is whole again after the last of them."""
+
+    num_in: int
+    grid: Grid
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places where a network can merge, at one input size."""
+
+    blocks: tuple[Block, ...]
+    num_prefix: int
+    num_classes: int
+    runs: tuple[Run, ...]
+    """How tokens flow where a method keeps no grid."""
+    entry: Grid | None = None
+    """The grid at the first block of a grid network; None for sequences."""
+    multiple: int = 1
+    """Sides that suit the network's attention windows are multiples of this."""
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        stages = [block.stage for block in self.blocks]
+        return tuple(stages.count(stage) for stage in sorted(set(stages)))
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """What was done to a model: kept on it, read by everything that works on converted models."""
+
+    family: str
+    config: MethodConfig
+    image_size: tuple[int, int]
+    sites: tuple[Site, ...]
+    state: TokenState
+    macs_before: int
+    macs_after: int
+    frozen: bool = False
+
+
+@dataclass(eq=False)
+class Slot:
+    """A merging block's part in the conversion; a plain attribute of the block."""
+
+    state: TokenState
+    index: int
+    """Position among the network's blocks."""
+    starts: bool
+    """Tokens are patches again when they enter this block."""
+    proportional: bool
+    site: Site | None = None
+    opens: bool = False
+    """A forward pass begins at this block."""
+    last: bool = False
+    """The head comes after this block."""
+    original: dict[str, Any] = field(default_factory=dict)
+    """Host attributes to give back when the conversion is undone."""
+
+
+class MergingMixin(nn.Module):
+    """The part of a merging block that does not depend on the family."""
+
+    slot: Slot
+    merger: Merger | None
+
+    def entering(self) -> Tokens:
+        """What is known about the tokens that come in."""
+        slot = self.slot
+        if slot.opens:
+            slot.state.start()
+        if slot.starts:
+            return Tokens()
+        return slot.state.read(slot.index) or Tokens()
+
+    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
+        """Ask the merger, with the hints that it needs added to those that are at hand."""
+        raise NotImplementedError
+
+    def merge(
+        self, z: Tensor, tokens: Tokens, *, grid: Grid | None = None, **context: Any
+    ) -> tuple[Tensor, Tokens, Merge | None]:
+        """Decide, merge, and note down what the next block has to know."""
+        slot, site, merger = self.slot, self.slot.site, self.merger
+        hints = Hints(num_out=z.shape[1], size=tokens.size)
+        decision, merged = None, z
+        if site is not None and merger is not None:
+            num_patches = z.shape[1] - site.num_prefix
+            grid_out = None if grid is None else site.grid_for(grid)
+            num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
+            if num_out < num_patches:
+                hints = Hints(
+                    num_out=num_out,
+                    grid_in=grid,
+                    grid_out=grid_out,
+                    size=tokens.size,
+                    carry=tokens.carry,
+                    labels=slot.state.labels,
+                )
+                decision = self.decide(z, hints, **context)
+                merged = decision.merge(z)
+                size = z.new_ones(1, z.shape[1], dtype=torch.float32)
+                size = decision.merge.sizes(size if tokens.size is None else tokens.size)
+                merges = (*tokens.merges, decision.merge)
+                tokens = Tokens(size=size, carry=decision.carry, merges=merges)
+        slot.state.write(slot.index + 1, tokens)
+        if slot.state.watched:
+            slot.state.record(
+                Record(slot.index, merger, hints, decision, merged, tokens.size, tokens.merges)
+            )
+        return merged, tokens, None if decision is None else decision.merge
+
+
+def attention_bias(size: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Proportional attention: the log of the token sizes, as a bias on the keys.
+
+    A size of zero marks a token that is not there.
+    """
+    if size is None:
+        return None
+    return size.float().clamp_min(1e-10).log().to(dtype)[:, None, None, :]
+
+
+class Tapped(nn.Module):
+    """A projection of the host whose output the block may read once."""
+
+    tap: tuple[TokenState, Any]
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        state, key = self.tap
+        state.write(key, out)
+        return out
+
+
+class TappedLinear(Tapped, nn.Linear):
+    """A tapped linear layer."""
+
+
+class TappedConv2d(Tapped, nn.Conv2d):
+    """A tapped convolution."""
+
+
+_TAPPED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: TappedLinear,
+    nn.Conv2d: TappedConv2d,
+}
+
+
+def tap_(projection: nn.Module, state: TokenState, key: Any) -> None:
+    """Make a projection leave its output in the state."""
+    projection.__class__ = _TAPPED[type(projection)]
+    cast(Tapped, projection).tap = (state, key)
+
+
+def untap_(projection: nn.Module) -> None:
+    """Undo `tap_`."""
+    if isinstance(projection, Tapped):
+        del projection.tap
+        projection.__class__ = type(projection).__mro__[2]
+
+
+class Adapter(ABC):
+    """How one family of networks is recognised, laid out and converted."""
+
+    family: ClassVar[str]
+    covers: ClassVar[str]
+    """For error messages: what this family accepts."""
+
+    @abstractmethod
+    def finds(self, model: nn.Module) -> bool:
+        """Whether the model belongs to this family."""
+
+    @abstractmethod
+    def refusal(self, model: nn.Module) -> str | None:
+        """Why a model of this family cannot be converted, if so."""
+
+    @abstractmethod
+    def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
+        """Where the model can merge. `model` is a copy on `meta` and may be run."""
+
+    @abstractmethod
+    def convert_(
+        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        """Turn every block into a merging block, with a merger where there is a site."""
+
+    @abstractmethod
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The modules whose cost depends on the shape of their input and their sites alone."""
+
+    @abstractmethod
+    def revert_(self, model: nn.Module) -> None:
+        """Undo `convert_`."""
+
+
+def attach_merger_(block: nn.Module, config: MethodConfig, site: Site | None) -> None:
+    """Give the block its merger, on the device of its weights."""
+    merger = None
+    if site is not None and site.merges:
+        device = next(block.parameters()).device
+        with torch.device("meta") if device.type == "meta" else torch.device("cpu"):
+            merger = config.build(site)
+        merger = merger.to(device).train(block.training)
+    block.merger = merger
+
+
+def observed_shapes(
+    meta_model: nn.Module, modules: Sequence[nn.Module], image_size: tuple[int, int]
+) -> list[tuple[int, ...]]:
+    """The shape of what enters each module, from one forward on `meta`."""
+    shapes: dict[nn.Module, tuple[int, ...]] = {}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        shapes.setdefault(module, tuple(args[0].shape))
+
+    handles = [module.register_forward_pre_hook(note) for module in modules]
+    try:
+        with torch.no_grad():
+            meta_model.eval()(torch.empty(1, 3, *image_size, device="meta"))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [shapes[module] for module in modules]
+
+
+_ADAPTERS: list[Adapter] = []
+
+
+def register(adapter: type[Adapter]) -> type[Adapter]:
+    """Make a family known. Families that contain another's blocks are registered before it."""
+    _ADAPTERS.append(adapter())
+    return adapter
+
+
+def adapters() -> tuple[Adapter, ...]:
+    """All known families, in the order in which they are asked."""
+    return tuple(_ADAPTERS)
+
+
+def adapter_of(family: str) -> Adapter:
+    """The adapter of a family by name."""
+    return next(adapter for adapter in _ADAPTERS if adapter.family == family)
+
+
+def select_adapter(model: nn.Module) -> Adapter:
+    """The family that a model belongs to; what cannot be converted is refused by name."""
+    for adapter in _ADAPTERS:
+        if adapter.finds(model):
+            reason = adapter.refusal(model)
+            if reason is not None:
+                raise ValueError(f"model: {type(model).__name__} cannot be converted: {reason}")
+            return adapter
+    known = "; ".join(adapter.covers for adapter in _ADAPTERS)
+    raise ValueError(
+        f"model: {type(model).__name__} has no block that can merge tokens. Known are: {known}."
+    )

@@ -1,0 +1,213 @@
+"""EfficientViT (MIT): merge the map after the linear attention, before the local convolutions.
+
+Merging is linear, so merging `X + attention(X)` once is merging both with the same mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+from timm.models.efficientvit_mit import (
+    EfficientVit,
+    EfficientVitBlock,
+    EfficientVitLarge,
+    LiteMLA,
+    MBConv,
+)
+from torch import Tensor, nn
+
+from ltm.adapters.base import (
+    Adapter,
+    Block,
+    Layout,
+    MergingMixin,
+    Run,
+    Slot,
+    attach_merger_,
+    observed_shapes,
+    register,
+    tap_,
+    untap_,
+)
+from ltm.adapters.grids import (
+    POOL,
+    MergingGridModel,
+    convert_model_,
+    map_to_tokens,
+    revert_model_,
+    tokens_to_map,
+)
+from ltm.adapters.state import TokenState
+from ltm.core.merge import Merge
+from ltm.core.schedule import Grid
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+
+
+class SizedKernel(nn.Module):
+    """The kernel function of linear attention, times the token sizes: proportional attention.
+
+    It is applied to queries as well, whose scale cancels.
+    """
+
+    def __init__(self, kernel: nn.Module, state: TokenState, index: int) -> None:
+        super().__init__()
+        self.kernel, self.state, self.index = kernel, state, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.kernel(x)
+        size = self.state.read(("size", self.index))
+        return out if size is None else out * size[:, None, :, None].to(out.dtype)
+
+
+class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
+    """The paper's block for efficient transformers, on EfficientViT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.entering()
+        slot = self.slot
+        slot.state.write(("size", slot.index), tokens.size if slot.proportional else None)
+        z = self.context_module(x)
+        grid = (z.shape[2], z.shape[3])
+        keeps_grid = self.merger is None or self.merger.keeps_grid
+        merged, tokens, merge = self.merge(
+            map_to_tokens(z), tokens, grid=grid if keeps_grid else None
+        )
+        if merge is not None and not keeps_grid:
+            return self.local_on_merged(merged, merge, grid)
+        if merge is not None:
+            grid = cast(Site, slot.site).grid_for(grid)
+            z = tokens_to_map(merged, grid)
+        if slot.last and tokens.size is not None:
+            slot.state.write(POOL, tokens.size.reshape(-1, *grid))
+        return self.local_module(z)
+
+    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
+        merger = cast(Merger, self.merger)
+        found: dict[str, Tensor] = {}
+        if merger.needs:
+            attention = cast(LiteMLA, self.context_module.main)
+            qkv = self.slot.state.take(("qkv", self.slot.index))
+            found = linear_attention_hints(attention, qkv, merger.needs)
+        return merger(z, dataclasses.replace(hints, **found))
+
+    def local_on_merged(self, merged: Tensor, merge: Merge, grid: Grid) -> Tensor:
+        """The local module with its 1 x 1 convolutions on merged tokens and its spatial one on the
+        restored grid, which is whole again at the end."""
+        local = cast(MBConv, self.local_module.main)
+        line = (merged.shape[1], 1)
+        wide = map_to_tokens(local.inverted_conv(tokens_to_map(merged, line)))
+        spatial = local.depth_conv(tokens_to_map(merge.restore(wide), grid))
+        narrow = local.point_conv(tokens_to_map(merge(map_to_tokens(spatial)), line))
+        return tokens_to_map(merge.restore(merged + map_to_tokens(narrow)), grid)
+
+
+def linear_attention_hints(
+    attention: LiteMLA, qkv: Tensor, needs: frozenset[str]
+) -> dict[str, Tensor]:
+    """Mean keys, and the attention that tokens receive, of linear attention."""
+    heads = qkv.flatten(2).unflatten(1, (-1, 3, attention.dim))
+    query, key = attention.kernel_func(heads[:, :, 0]), attention.kernel_func(heads[:, :, 1])
+    found: dict[str, Tensor] = {}
+    if "keys" in needs:
+        found["keys"] = heads[:, :, 1].mean(dim=1).transpose(1, 2)
+    if needs & {"importance", "attention"}:
+        # Each query's attention sums to one, so their mean is one query, rescaled.
+        total = (query * key.sum(dim=-1, keepdim=True)).sum(dim=2, keepdim=True) + attention.eps
+        asking = (query / total).mean(dim=-1, keepdim=True)
+        received = (asking * key).sum(dim=2).mean(dim=1)
+        found.update(dict.fromkeys(needs & {"importance", "attention"}, received))
+    return found
+
+
+class MergingEfficientVit(MergingGridModel, EfficientVit):
+    """A converted `EfficientVit`."""
+
+
+class MergingEfficientVitLarge(MergingGridModel, EfficientVitLarge):
+    """A converted `EfficientVitLarge`."""
+
+
+_CLASSES: dict[type, type] = {
+    EfficientVit: MergingEfficientVit,
+    EfficientVitLarge: MergingEfficientVitLarge,
+}
+
+
+def efficientvit_blocks(model: nn.Module) -> list[tuple[str, EfficientVitBlock]]:
+    """All transformer blocks with their paths, in the order in which they run."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, EfficientVitBlock)]
+
+
+@register
+class EfficientViTAdapter(Adapter):
+    """timm's `EfficientVit` and `EfficientVitLarge`, whole or as feature extractors."""
+
+    family: ClassVar[str] = "efficientvit"
+    covers: ClassVar[str] = "EfficientViT (timm efficientvit_b*, efficientvit_l*)"
+
+    def finds(self, model: nn.Module) -> bool:
+        return bool(efficientvit_blocks(model))
+
+    def refusal(self, model: nn.Module) -> str | None:
+        return None
+
+    def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
+        found = efficientvit_blocks(model)
+        shapes = observed_shapes(model, [block for _, block in found], image_size)
+        widths = [shape[1] for shape in shapes]
+        blocks = tuple(
+            Block(path, block, width, sorted(set(widths)).index(width))
+            for (path, block), width in zip(found, widths, strict=True)
+        )
+        runs = tuple(
+            Run(shape[2] * shape[3], (shape[2], shape[3]), (index,))
+            for index, shape in enumerate(shapes)
+        )
+        classes = int(getattr(model, "num_classes", 0) or 0)
+        return Layout(blocks, 0, classes, runs, runs[0].grid)
+
+    def convert_(
+        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        by_block = {site.block: site for site in sites}
+        blocks = [block for _, block in efficientvit_blocks(model)]
+        widths = [_width(block) for block in blocks]
+        for index, block in enumerate(blocks):
+            starts = index == 0 or widths[index] != widths[index - 1] or not config.keeps_grid()
+            slot = Slot(
+                state,
+                index,
+                starts=starts,
+                proportional=config.proportional_attention,
+                site=by_block.get(index),
+                opens=index == 0,
+                last=index == len(blocks) - 1,
+            )
+            attach_merger_(block, config, slot.site)
+            attention = cast(LiteMLA, block.context_module.main)
+            attention.kernel_func = SizedKernel(attention.kernel_func, state, index)
+            if block.merger is not None and block.merger.needs:
+                tap_(attention.qkv.conv, state, ("qkv", index))
+            block.slot = slot
+            block.__class__ = MergingEfficientVitBlock
+        convert_model_(model, state, _CLASSES)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return [block for _, block in efficientvit_blocks(model)]
+
+    def revert_(self, model: nn.Module) -> None:
+        for _, block in efficientvit_blocks(model):
+            if not isinstance(block, MergingEfficientVitBlock):
+                continue
+            attention = cast(LiteMLA, block.context_module.main)
+            untap_(attention.qkv.conv)
+            attention.kernel_func = cast(SizedKernel, attention.kernel_func).kernel
+            del block.merger, block.slot
+            block.__class__ = EfficientVitBlock
+        revert_model_(model, _CLASSES)
+
+
+def _width(block: EfficientVitBlock) -> int:
+    return cast(LiteMLA, block.context_module.main).proj.conv.out_channels

@@ -1,0 +1,107 @@
+"""What grid networks share: maps as tokens, pooling by size, feature maps at their nominal size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch.nn.functional as F
+from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
+from timm.models._features import FeatureListNet, feature_take_indices
+from torch import Tensor, nn
+
+from ltm.adapters.state import TokenState
+from ltm.core.schedule import Grid
+
+POOL = "pool"
+"""The slot in which the last block leaves its token sizes, `b h w`, for the head."""
+
+
+def map_to_tokens(x: Tensor) -> Tensor:
+    """`b c h w -> b (h w) c`."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def tokens_to_map(x: Tensor, grid: Grid) -> Tensor:
+    """`b (h w) c -> b c h w`."""
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], *grid)
+
+
+class SizedPool(SelectAdaptivePool2d):
+    """Average pooling by token size: a token that stands for more patches weighs more."""
+
+    state: TokenState
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.state.take(POOL)
+        if size is not None and self.pool_type in ("avg", "fastavg", "fast"):
+            share = (size / size.mean(dim=(1, 2), keepdim=True)).to(x.dtype)
+            if x.shape[2:] == size.shape[1:]:
+                x = x * share[:, None]
+            elif x.shape[1:3] == size.shape[1:]:
+                x = x * share[..., None]
+        return super().forward(x)
+
+
+def restore_maps(
+    maps: Sequence[Tensor], image: Grid, reductions: Sequence[int], *, channels_last: bool = False
+) -> list[Tensor]:
+    """Feature maps at the sizes that their strides promise."""
+    restored = []
+    for feature, reduction in zip(maps, reductions, strict=True):
+        nominal = tuple(-(-side // reduction) for side in image)
+        feature = feature.permute(0, 3, 1, 2) if channels_last else feature
+        if tuple(feature.shape[-2:]) != nominal:
+            feature = F.interpolate(feature, nominal, mode="bilinear", align_corners=False)
+        restored.append(feature.permute(0, 2, 3, 1) if channels_last else feature)
+    return restored
+
+
+class MergingGridModel(nn.Module):
+    """A converted grid network: intermediates come at their nominal size."""
+
+    def forward_intermediates(
+        self, x: Tensor, indices: int | list[int] | None = None, **options: Any
+    ) -> Any:
+        """timm's own, with every map resampled to the size that its stride promises."""
+        info = cast(Any, self).feature_info
+        out = cast(Any, super()).forward_intermediates(x, indices, **options)
+        taken, _ = feature_take_indices(len(info), indices)
+        reductions = [info[index]["reduction"] for index in taken]
+        image = (x.shape[-2], x.shape[-1])
+        if isinstance(out, tuple):
+            return out[0], restore_maps(out[1], image, reductions)
+        return restore_maps(out, image, reductions)
+
+
+class MergingFeatures(FeatureListNet):
+    """timm's `features_only` network around converted blocks."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        maps = super().forward(x)
+        reductions = cast(Any, self).feature_info.reduction()
+        last = str(cast(Any, self).output_fmt).endswith("NHWC")
+        return restore_maps(maps, (x.shape[-2], x.shape[-1]), reductions, channels_last=last)
+
+
+def convert_model_(model: nn.Module, state: TokenState, classes: dict[type, type]) -> None:
+    """The parts of a grid network that are no blocks: its class, and the pool of its head."""
+    for module in model.modules():
+        if type(module) in classes:
+            module.__class__ = classes[type(module)]
+        elif type(module) is FeatureListNet:
+            module.__class__ = MergingFeatures
+        elif type(module) is SelectAdaptivePool2d:
+            module.__class__ = SizedPool
+            module.state = state
+
+
+def revert_model_(model: nn.Module, classes: dict[type, type]) -> None:
+    """Undo `convert_model_`."""
+    hosts = {merging: host for host, merging in classes.items()} | {MergingFeatures: FeatureListNet}
+    for module in model.modules():
+        if type(module) in hosts:
+            module.__class__ = hosts[type(module)]
+        elif type(module) is SizedPool:
+            del module.state
+            module.__class__ = SelectAdaptivePool2d

@@ -1,0 +1,245 @@
+"""MobileViT: every transformer layer merges patches, and the block's shortcut follows.
+
+A token is a patch of a few pixels, and all its pixels share one mask: they go through a merge side
+by side, as one wide token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from timm.models.byobnet import ByobNet
+from timm.models.mobilevit import MobileVitBlock
+from timm.models.vision_transformer import Block as HostBlock
+from torch import Tensor, nn
+
+from ltm.adapters.base import (
+    Adapter,
+    Block,
+    Layout,
+    MergingMixin,
+    Run,
+    Slot,
+    attention_bias,
+    observed_shapes,
+    register,
+)
+from ltm.adapters.grids import POOL, MergingGridModel, convert_model_, revert_model_
+from ltm.adapters.state import Tokens, TokenState
+from ltm.adapters.vit import attention_hints, convert_block_, revert_block_
+from ltm.core.merge import restore_through
+from ltm.core.schedule import Grid
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+
+
+def pixels_to_patches(x: Tensor, area: int) -> Tensor:
+    """`(b a) n c -> b n (a c)`: the pixels of a patch side by side."""
+    return x.unflatten(0, (-1, area)).transpose(1, 2).flatten(2)
+
+
+def patches_to_pixels(x: Tensor, area: int) -> Tensor:
+    """`b n (a c) -> (b a) n c`, the inverse of `pixels_to_patches`."""
+    return x.unflatten(2, (area, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def unfold(x: Tensor, patch: Grid) -> Tensor:
+    """`b c h w -> (b a) n c`: one sequence per pixel of a patch, patches in raster order."""
+    b, c, h, w = x.shape
+    x = x.reshape(b, c, h // patch[0], patch[0], w // patch[1], patch[1])
+    return x.permute(0, 3, 5, 2, 4, 1).reshape(b * patch[0] * patch[1], -1, c)
+
+
+def fold(x: Tensor, patch: Grid, grid: Grid) -> Tensor:
+    """`(b a) n c -> b c h w`, the inverse of `unfold` for a grid of patches."""
+    c = x.shape[2]
+    x = x.reshape(-1, patch[0], patch[1], grid[0], grid[1], c)
+    return x.permute(0, 5, 3, 1, 4, 2).reshape(-1, c, grid[0] * patch[0], grid[1] * patch[1])
+
+
+class MergingLayer(MergingMixin, HostBlock):
+    """A transformer layer inside a MobileViT block."""
+
+    area: int
+    grid: Grid
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        tokens = self.entering()
+        size = tokens.size
+        if size is not None and size.shape[0] > 1:
+            size = size.repeat_interleave(self.area, dim=0)
+        bias = attention_bias(size, x.dtype) if self.slot.proportional else None
+        attended = self.attn(self.norm1(x), attn_mask=attn_mask if bias is None else bias)
+        z = x + self.drop_path1(self.ls1(attended))
+        z = self.merge_pixels(z, tokens, size)
+        return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
+
+    def merge_pixels(self, z: Tensor, tokens: Tokens, size: Tensor | None) -> Tensor:
+        """Merge patches of pixels, and hand on the grid that they form."""
+        slot = self.slot
+        grid: Grid = slot.state.read(("grid", slot.index))
+        keeps_grid = self.merger is None or self.merger.keeps_grid
+        patches, _, merge = self.merge(
+            pixels_to_patches(z, self.area), tokens, grid=grid if keeps_grid else None, size=size
+        )
+        if merge is not None:
+            z = patches_to_pixels(patches, self.area)
+            grid = cast(Site, slot.site).grid_for(grid) if keeps_grid else grid
+        slot.state.write(("grid", slot.index + 1), grid)
+        return z
+
+    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
+        merger = cast(Merger, self.merger)
+        found: dict[str, Tensor] = {}
+        if merger.needs:
+            qkv = self.slot.state.take(("qkv", self.slot.index))
+            per_pixel = attention_hints(self.attn, qkv, context["size"], merger.needs, num_prefix=0)
+            for name, value in per_pixel.items():
+                if name == "keys":
+                    found[name] = pixels_to_patches(value, self.area)
+                else:
+                    found[name] = value.unflatten(0, (-1, self.area)).mean(dim=1)
+        return merger(z, dataclasses.replace(hints, **found))
+
+
+class MergingMobileVitBlock(MobileVitBlock):
+    """The paper's block for efficient transformers: one mask for the shortcut X and for Z."""
+
+    slots: tuple[TokenState, int, int]
+    """The state, the index of the first layer, and the index after the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, first, end = self.slots
+        if first == 0:
+            state.start()
+        shortcut = x
+        x = self.conv_1x1(self.conv_kxk(x))
+        height, width = x.shape[2:]
+        patch = cast(Grid, tuple(self.patch_size))
+        grid = (-(-height // patch[0]), -(-width // patch[1]))
+        whole = (grid[0] * patch[0], grid[1] * patch[1])
+        stretched = whole != (height, width)
+        if stretched:
+            x = F.interpolate(x, size=whole, mode="bilinear", align_corners=False)
+        state.write(("grid", first), grid)
+        x = self.norm(self.transformer(unfold(x, patch)))
+        tokens: Tokens = state.read(end) or Tokens()
+        out_grid: Grid = state.read(("grid", end))
+        if out_grid != grid:
+            shortcut = self.follow(shortcut, whole, tokens, out_grid)
+        elif tokens.merges:
+            patches = pixels_to_patches(x, self.patch_area)
+            x = patches_to_pixels(restore_through(tokens.merges, patches), self.patch_area)
+        x = fold(x, patch, out_grid)
+        if stretched and out_grid == grid:
+            x = F.interpolate(x, size=(height, width), mode="bilinear", align_corners=False)
+        x = self.conv_proj(x)
+        if self.conv_fusion is not None:
+            x = self.conv_fusion(torch.cat((shortcut, x), dim=1))
+        return x
+
+    def follow(self, shortcut: Tensor, whole: Grid, tokens: Tokens, grid: Grid) -> Tensor:
+        """The shortcut through the same masks; a map that was stretched stays stretched."""
+        patch = cast(Grid, tuple(self.patch_size))
+        if tuple(shortcut.shape[2:]) != whole:
+            shortcut = F.interpolate(shortcut, size=whole, mode="bilinear", align_corners=False)
+        patches = pixels_to_patches(unfold(shortcut, patch), self.patch_area)
+        for merge in tokens.merges:
+            patches = merge.average(patches)
+        state, _, end = self.slots
+        last = self.transformer[-1].slot.last
+        if last and tokens.size is not None:
+            size = tokens.size.reshape(-1, *grid)
+            for dim, side in enumerate(patch, start=1):
+                size = size.repeat_interleave(side, dim=dim)
+            state.write(POOL, size)
+        return fold(patches_to_pixels(patches, self.patch_area), patch, grid)
+
+
+class MergingMobileVit(MergingGridModel, ByobNet):
+    """A converted MobileViT."""
+
+
+_CLASSES: dict[type, type] = {ByobNet: MergingMobileVit}
+
+
+def mobilevit_blocks(model: nn.Module) -> list[tuple[str, MobileVitBlock]]:
+    """All MobileViT blocks with their paths, in the order in which they run."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, MobileVitBlock)]
+
+
+@register
+class MobileViTAdapter(Adapter):
+    """timm's MobileViT (version 1), whole or as a feature extractor."""
+
+    family: ClassVar[str] = "mobilevit"
+    covers: ClassVar[str] = "MobileViT (timm mobilevit_xxs, mobilevit_xs, mobilevit_s)"
+
+    def finds(self, model: nn.Module) -> bool:
+        return bool(mobilevit_blocks(model))
+
+    def refusal(self, model: nn.Module) -> str | None:
+        for _, block in mobilevit_blocks(model):
+            if any(type(layer) not in (HostBlock, MergingLayer) for layer in block.transformer):
+                return "its transformer layers are of a kind that is not known here."
+        return None
+
+    def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
+        found = mobilevit_blocks(model)
+        shapes = observed_shapes(model, [block for _, block in found], image_size)
+        blocks: list[Block] = []
+        runs: list[Run] = []
+        for stage, ((path, host), shape) in enumerate(zip(found, shapes, strict=True)):
+            patch = cast(Grid, tuple(host.patch_size))
+            grid = (-(-shape[2] // patch[0]), -(-shape[3] // patch[1]))
+            first = len(blocks)
+            width = host.conv_1x1.out_channels * host.patch_area
+            blocks += [
+                Block(f"{path}.transformer.{i}", layer, width, stage)
+                for i, layer in enumerate(host.transformer)
+            ]
+            runs.append(Run(grid[0] * grid[1], grid, tuple(range(first, len(blocks)))))
+        classes = int(getattr(model, "num_classes", 0) or 0)
+        return Layout(tuple(blocks), 0, classes, tuple(runs), runs[0].grid)
+
+    def convert_(
+        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        by_block = {site.block: site for site in sites}
+        hosts = [host for _, host in mobilevit_blocks(model)]
+        end = 0
+        for host in hosts:
+            first = end
+            for layer in host.transformer:
+                slot = Slot(
+                    state,
+                    end,
+                    starts=end == first,
+                    proportional=config.proportional_attention,
+                    site=by_block.get(end),
+                    last=host is hosts[-1] and layer is host.transformer[-1],
+                )
+                convert_block_(layer, config, slot, MergingLayer)
+                layer.area = host.patch_area
+                end += 1
+            host.slots = (state, first, end)
+            host.__class__ = MergingMobileVitBlock
+        convert_model_(model, state, _CLASSES)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return [host for _, host in mobilevit_blocks(model)]
+
+    def revert_(self, model: nn.Module) -> None:
+        for _, host in mobilevit_blocks(model):
+            if isinstance(host, MergingMobileVitBlock):
+                for layer in host.transformer:
+                    revert_block_(layer)
+                    del layer.area
+                del host.slots
+                host.__class__ = MobileVitBlock
+        revert_model_(model, _CLASSES)

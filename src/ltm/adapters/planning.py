@@ -1,0 +1,299 @@
+"""From a config to sites: which block keeps how many tokens, within a budget of MACs.
+
+Everything here happens on a copy of the model on `meta`; the user's model is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ltm.adapters.base import Adapter, Run
+from ltm.adapters.state import TokenState
+from ltm.core.cost import count_macs, meta_copy, meta_images
+from ltm.core.schedule import (
+    Grid,
+    ceil_count,
+    ceil_grid,
+    fit_budget,
+    grid_counts,
+    halve,
+)
+from ltm.methods.base import Count, Merger, MethodConfig, Site
+
+Counts = Mapping[int, Count]
+"""Tokens after each site, by block."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sites and what they cost."""
+
+    sites: tuple[Site, ...]
+    macs_before: int
+    macs_after: int
+
+
+class Planner:
+    """Plans for one model, one method and one input size."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        adapter: Adapter,
+        config: MethodConfig,
+        image_size: tuple[int, int],
+    ) -> None:
+        self.adapter, self.config = adapter, config
+        self.shadow = meta_copy(model)
+        self.images = meta_images(image_size)
+        self.memory: dict[object, tuple[int, tuple[int, ...]]] = {}
+        self.layout = adapter.layout(self.shadow, image_size)
+        self.macs_before = count_macs(self.shadow, self.images)
+        self.keeps_grid = self.layout.entry is not None and config.keeps_grid()
+        self.chosen = self._chosen_blocks()
+
+    def plan(self) -> Plan:
+        """The plan that the config asks for; a ValueError where it cannot be met."""
+        config = self.config
+        if config.counts is not None:
+            counts = self._explicit(config.counts)
+        elif config.per_block is not None:
+            counts = self._per_block(config.per_block)
+        else:
+            counts = self._within(config.ratio or 1.0)
+        return Plan(self.sites(counts), self.macs_before, self.cost(counts))
+
+    def sites(self, counts: Counts) -> tuple[Site, ...]:
+        """The sites of some counts; blocks that keep all their tokens are sites too."""
+        return self._grid_sites(counts) if self.keeps_grid else self._run_sites(counts)
+
+    def cost(self, counts: Counts) -> int:
+        """MACs of the converted network, the mask modules at work."""
+        self.adapter.convert_(self.shadow, self.config, self.sites(counts), TokenState())
+        try:
+            for module in self.shadow.modules():
+                if isinstance(module, Merger):
+                    module.count_fully_()
+            units = self.adapter.units(self.shadow)
+            with self._remembering(units) as remembered:
+                return count_macs(self.shadow, self.images) + sum(remembered)
+        finally:
+            self.adapter.revert_(self.shadow)
+
+    @contextmanager
+    def _remembering(self, units: Sequence[nn.Module]) -> Iterator[list[int]]:
+        """On `meta` only shapes matter: a unit that was counted before is passed over."""
+        remembered: list[int] = []
+
+        def pass_over(unit: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def run(x: Tensor, *args: object) -> Tensor:
+                key = (_signature(unit), tuple(x.shape))
+                if key in self.memory:
+                    macs, shape = self.memory[key]
+                    remembered.append(macs)
+                    return x.new_empty(shape)
+                with FlopCounterMode(display=False) as counter:
+                    out = forward(x, *args)
+                self.memory[key] = counter.get_total_flops() // 2, tuple(out.shape)
+                return out
+
+            return run
+
+        for unit in units:
+            unit.forward = pass_over(unit, unit.forward)
+        try:
+            yield remembered
+        finally:
+            for unit in units:
+                del unit.forward
+
+    def _chosen_blocks(self) -> tuple[int, ...]:
+        num_blocks = len(self.layout.blocks)
+        if self.config.sites is None:
+            if self.layout.entry is not None:
+                return tuple(range(num_blocks))
+            return self.config.choose_sites(num_blocks)
+        outside = [site for site in self.config.sites if not 0 <= site < num_blocks]
+        if outside:
+            raise ValueError(
+                f"sites: got {outside[0]}; this network has blocks 0 to {num_blocks - 1}."
+            )
+        return self.config.sites
+
+    def _explicit(self, counts: tuple[Count, ...]) -> Counts:
+        if len(counts) != len(self.chosen):
+            raise ValueError(
+                f"counts: got {len(counts)} of them; there are {len(self.chosen)} merging sites "
+                f"(blocks {', '.join(map(str, self.chosen))})."
+            )
+        return dict(zip(self.chosen, counts, strict=True))
+
+    def _per_block(self, ratio: float) -> Counts:
+        if self.keeps_grid:
+            return self._grid_per_block(ratio)
+        counts: dict[int, Count] = {}
+        for run in self.layout.runs:
+            left = run.num_in
+            for block in self._chosen_in(run):
+                left = ceil_count(left, ratio)
+                counts[block] = left
+        return counts
+
+    def _grid_per_block(self, ratio: float) -> Counts:
+        counts: dict[int, Count] = {}
+        grid, stage = self._entry(), self.layout.blocks[0].stage
+        for index, block in enumerate(self.layout.blocks):
+            grid = halve(grid) if block.stage != stage else grid
+            stage = block.stage
+            if index in self.chosen:
+                grid = ceil_grid(grid, ratio)
+                counts[index] = grid
+        return counts
+
+    def _within(self, ratio: float) -> Counts:
+        if ratio == 1:
+            return {}
+        budget = ratio * self.macs_before
+        fit = fit_budget(self._at_strength, self.cost, budget)
+        if fit is None:
+            floor = self.cost(self._at_strength(1.0)) / self.macs_before
+            raise ValueError(
+                f"ratio: got {ratio}; {self.config.name} on this network cannot go below "
+                f"{floor:.3f} of its MACs."
+            )
+        if self.keeps_grid and fit.cost < 0.98 * budget:
+            return self._relaxed(fit.counts, budget)
+        return fit.counts
+
+    def _at_strength(self, strength: float) -> Counts:
+        if self.keeps_grid:
+            return self._grid_at([strength] * len(self.layout.blocks))
+        counts: dict[int, Count] = {}
+        for run in self.layout.runs:
+            blocks = self._chosen_in(run)
+            spread = self.config.spread(strength, run.num_in, blocks, len(self.layout.blocks))
+            counts.update(zip(blocks, spread, strict=True))
+        return counts
+
+    def _grid_at(self, strengths: Sequence[float]) -> Counts:
+        """Grids at a strength per block; blocks that were not chosen do not merge."""
+        chosen = [s if index in self.chosen else 0.0 for index, s in enumerate(strengths)]
+        grids = grid_counts(chosen, self._entry(), self.layout.stage_sizes, self.layout.multiple)
+        return {index: grids[index] for index in self.chosen}
+
+    def _relaxed(self, counts: Counts, budget: float) -> Counts:
+        """Whole-number sides jump past the budget: let the sites that merge most merge less."""
+        current = dict(counts)
+        tried: set[str] = set()
+        while True:
+            sites = sorted(self._grid_sites(current), key=lambda site: site.num_out / site.num_in)
+            options = [(s.block, larger) for s in sites for larger in self._larger(s)]
+            for block, larger in options:
+                candidate = current | {block: larger}
+                if repr(candidate) not in tried and self.cost(candidate) <= budget:
+                    current = candidate
+                    break
+                tried.add(repr(candidate))
+            else:
+                return current
+
+    def _larger(self, site: Site) -> list[Grid]:
+        """The grids one step less merged: the shorter side first."""
+        assert site.grid_in is not None and site.grid_out is not None
+        (h, w), (most_h, most_w) = site.grid_out, site.grid_in
+        step = self.layout.multiple
+        taller = (min(most_h, h // step * step + step), w)
+        wider = (h, min(most_w, w // step * step + step))
+        grids = [taller, wider] if h / most_h < w / most_w else [wider, taller]
+        return [grid for grid in grids if grid != site.grid_out]
+
+    def _chosen_in(self, run: Run) -> tuple[int, ...]:
+        return tuple(block for block in run.blocks if block in self.chosen)
+
+    def _entry(self) -> Grid:
+        assert self.layout.entry is not None
+        return self.layout.entry
+
+    def _run_sites(self, counts: Counts) -> tuple[Site, ...]:
+        sites: list[Site] = []
+        for run in self.layout.runs:
+            left = run.num_in
+            for block in self._chosen_in(run):
+                count = counts.get(block, left)
+                if not isinstance(count, int):
+                    raise ValueError(
+                        f"counts: got {count} for block {block}; sequences take whole numbers."
+                    )
+                self._check_count(block, count, left)
+                sites.append(self._site(block, run.grid, left, count))
+                left = count
+        return tuple(sites)
+
+    def _check_count(self, block: int, count: int, left: int) -> None:
+        if not 1 <= count <= left:
+            raise ValueError(
+                f"counts: got {count} for block {block}; 1 to {left} of its tokens can be left."
+            )
+
+    def _grid_sites(self, counts: Counts) -> tuple[Site, ...]:
+        sites: list[Site] = []
+        grid, stage = self._entry(), self.layout.blocks[0].stage
+        entry = grid
+        for index, block in enumerate(self.layout.blocks):
+            if block.stage != stage:
+                stage, grid = block.stage, halve(grid)
+                entry = grid
+            if index not in self.chosen:
+                continue
+            out = counts.get(index, grid)
+            if isinstance(out, int):
+                raise ValueError(
+                    f"counts: got {out} for block {index}; grids take (height, width) pairs."
+                )
+            if not (1 <= out[0] <= grid[0] and 1 <= out[1] <= grid[1]):
+                raise ValueError(
+                    f"counts: got {out} for block {index}; its tokens form a grid of "
+                    f"{grid[0]} x {grid[1]}."
+                )
+            num_in, num_out = grid[0] * grid[1], out[0] * out[1]
+            sites.append(self._site(index, entry, num_in, num_out, grid, out))
+            grid = out
+        return tuple(sites)
+
+    def _site(
+        self,
+        block: int,
+        grid: Grid,
+        num_in: int,
+        num_out: int,
+        grid_in: Grid | None = None,
+        grid_out: Grid | None = None,
+    ) -> Site:
+        return Site(
+            block=block,
+            depth=len(self.layout.blocks),
+            width=self.layout.blocks[block].width,
+            num_prefix=self.layout.num_prefix,
+            num_classes=self.layout.num_classes,
+            grid=grid,
+            num_in=num_in,
+            num_out=num_out,
+            grid_in=grid_in,
+            grid_out=grid_out,
+        )
+
+
+def _signature(unit: nn.Module) -> tuple[object, ...]:
+    """What the cost of a unit depends on, besides the shape of its input."""
+    weights = tuple(tuple(p.shape) for n, p in unit.named_parameters() if "merger" not in n)
+    sites = tuple(
+        (type(m).__name__, m.site.num_in, m.site.num_out, m.site.grid_in, m.site.grid_out)
+        for m in unit.modules()
+        if isinstance(m, Merger)
+    )
+    return type(unit).__name__, weights, sites

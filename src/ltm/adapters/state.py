@@ -1,0 +1,127 @@
+"""The state that travels with the tokens of one forward pass.
+
+`timm` runs its blocks one after the other with nothing but the tokens between them, so what a
+merge leaves behind (sizes, the carry, the merges so far) waits in a slot: block 0 starts fresh,
+block i reads slot i and writes slot i + 1. There is no hook and no reset, so stopping early,
+checkpointing, copying and exporting need no care.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltm.core.merge import Merge
+from ltm.methods.base import Decision, Hints, Merger
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tokens:
+    """What is known about the tokens that enter a block."""
+
+    size: Tensor | None = None
+    """Patches per token, prefix included; None while all are ones."""
+    carry: Tensor | None = None
+    merges: tuple[Merge, ...] = ()
+    """All merges since the tokens were patches."""
+
+
+@dataclass(eq=False)
+class Record:
+    """One site's part of a forward pass that somebody watches."""
+
+    block: int
+    merger: Merger | None
+    hints: Hints
+    decision: Decision | None
+    merged: Tensor
+    """The tokens after the merge, `b t c`."""
+    size: Tensor | None
+    merges: tuple[Merge, ...]
+
+
+@dataclass(eq=False)
+class _Forward(threading.local):
+    """One thread's slots."""
+
+    slots: dict[Any, Any] = field(default_factory=dict)
+    records: list[Record] | None = None
+    labels: Tensor | None = None
+
+
+class TokenState:
+    """Slots for one converted model, safe for forwards in several threads at once."""
+
+    def __init__(self) -> None:
+        self._forward = _Forward()
+        self._latest = self._forward.slots
+        self._traced: dict[Any, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TokenState:
+        return TokenState()
+
+    def __reduce__(self) -> tuple[type[TokenState], tuple[()]]:
+        return TokenState, ()
+
+    def _slots(self) -> dict[Any, Any]:
+        # A graph is traced once for all threads, and tracers cannot look into thread-locals.
+        if torch.compiler.is_compiling():
+            return self._traced
+        # Gradient checkpointing runs blocks again on autograd's threads, which have no slots.
+        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
+            return self._latest
+        return self._forward.slots
+
+    def start(self) -> None:
+        """Forget the forward before: called by the first block."""
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+            self._forward.slots = {}
+            self._latest = self._forward.slots
+
+    def write(self, key: Any, value: Any) -> None:
+        self._slots()[key] = value
+
+    def read(self, key: Any) -> Any:
+        return self._slots().get(key)
+
+    def take(self, key: Any) -> Any:
+        """Read once: what is large does not outlive its use."""
+        return self._slots().pop(key, None)
+
+    @property
+    def labels(self) -> Tensor | None:
+        return None if torch.compiler.is_compiling() else self._forward.labels
+
+    @property
+    def watched(self) -> bool:
+        return not torch.compiler.is_compiling() and self._forward.records is not None
+
+    def record(self, record: Record) -> None:
+        if self._forward.records is not None:
+            self._forward.records.append(record)
+
+    @contextmanager
+    def watching(self) -> Iterator[list[Record]]:
+        """Collect a record per site of the forwards inside."""
+        before, records = self._forward.records, []
+        self._forward.records = records
+        try:
+            yield records
+        finally:
+            self._forward.records = before
+
+    @contextmanager
+    def announcing(self, labels: Tensor | None) -> Iterator[None]:
+        """Let mergers see the true labels of the forwards inside."""
+        before = self._forward.labels
+        self._forward.labels = labels
+        try:
+            yield
+        finally:
+            self._forward.labels = before

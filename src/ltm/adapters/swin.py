@@ -1,0 +1,308 @@
+"""Swin: merge the map after its windows are put back, before the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from timm.models.swin_transformer import (
+    SwinTransformer,
+    SwinTransformerBlock,
+    window_partition,
+    window_reverse,
+)
+from torch import Tensor, nn
+
+from ltm.adapters.base import (
+    Adapter,
+    Block,
+    Layout,
+    MergingMixin,
+    Run,
+    Slot,
+    attach_merger_,
+    observed_shapes,
+    register,
+    tap_,
+    untap_,
+)
+from ltm.adapters.grids import POOL, MergingGridModel, convert_model_, revert_model_
+from ltm.adapters.state import Tokens, TokenState
+from ltm.adapters.vit import attention_hints
+from ltm.core.merge import Merge
+from ltm.core.schedule import Grid
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+
+FAR = -100.0
+"""What timm adds to the score of a pair that must not attend."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a map is cut into attention windows: padded, then shifted, then cut."""
+
+    grid: Grid
+    window: Grid
+    shift: Grid
+
+    @property
+    def padded(self) -> Grid:
+        (h, w), (wh, ww) = self.grid, self.window
+        return -(-h // wh) * wh, -(-w // ww) * ww
+
+    def cut(self, x: Tensor) -> Tensor:
+        """`b h w c -> (b windows) area c`. Padding before shifting keeps edges apart."""
+        (h, w), (hp, wp) = self.grid, self.padded
+        if (h, w) != (hp, wp):
+            x = F.pad(x, (0, 0, 0, wp - w, 0, hp - h))
+        if any(self.shift):
+            x = torch.roll(x, (-self.shift[0], -self.shift[1]), (1, 2))
+        return window_partition(x, self.window).flatten(1, 2)
+
+    def join(self, windows: Tensor) -> Tensor:
+        """`(b windows) area c -> b h w c`, the inverse of `cut`."""
+        x = window_reverse(windows.unflatten(1, self.window), self.window, *self.padded)
+        if any(self.shift):
+            x = torch.roll(x, self.shift, (1, 2))
+        return x[:, : self.grid[0], : self.grid[1]].contiguous()
+
+    def mask(self, size: Tensor | None, reference: Tensor) -> Tensor | None:
+        """The bias of the scores, `windows area area`: who may attend, and log sizes of keys."""
+        if size is None and self.grid == self.padded and not any(self.shift):
+            return None
+        real = reference.new_ones(1, *self.grid, 1)
+        sizes = real if size is None else size.reshape(-1, *self.grid, 1).to(real.dtype)
+        keys = self.cut(sizes)[..., 0]
+        bias = torch.where(keys > 0, keys.clamp_min(1e-6).log(), FAR)[:, None, :]
+        if not any(self.shift):
+            return bias.expand(-1, bias.shape[-1], -1)
+        region = window_partition(self._regions(reference), self.window).flatten(1)
+        apart = region[:, :, None] != region[:, None, :]
+        return bias + FAR * apart.to(bias.dtype)
+
+    def _regions(self, reference: Tensor) -> Tensor:
+        """Numbers of the parts of the shifted map that were no neighbours before the shift."""
+        parts = []
+        for side, window, shift in zip(self.padded, self.window, self.shift, strict=True):
+            place = torch.arange(side, device=reference.device)
+            parts.append((place >= side - window).int() + (place >= side - shift).int())
+        return (3 * parts[0][:, None] + parts[1])[None, :, :, None]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WindowMerge(Merge):
+    """A merge inside every window, as a merge of the whole map."""
+
+    inner: Merge
+    windows: Windows
+
+    @property
+    def num_in(self) -> int:
+        return self.windows.grid[0] * self.windows.grid[1]
+
+    @property
+    def num_out(self) -> int:
+        (hp, wp), (wh, ww) = self.windows.padded, self.windows.window
+        return (hp // wh) * (wp // ww) * self.inner.num_out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        merged = self.inner(self.windows.cut(x.unflatten(1, self.windows.grid)))
+        return merged.reshape(x.shape[0], -1, x.shape[2])
+
+    def restore(self, y: Tensor) -> Tensor:
+        windows = self.inner.restore(y.reshape(-1, self.inner.num_out, y.shape[2]))
+        return self.windows.join(windows).flatten(1, 2)
+
+    def weights(self) -> Tensor:
+        inner = self.inner.weights()
+        per_image = self.num_out // self.inner.num_out
+        inner = inner.unflatten(0, (-1, per_image))
+        whole = torch.stack([torch.block_diag(*image) for image in inner])
+        places = self.windows.cut(
+            torch.arange(1, self.num_in + 1, device=inner.device).reshape(1, *self.windows.grid, 1)
+        ).flatten()
+        order = torch.argsort(places, stable=True)[(places == 0).sum() :]
+        return whole[:, order]
+
+    def sizes(self, size: Tensor) -> Tensor:
+        maps = size.expand(1, -1).reshape(-1, *self.windows.grid, 1)
+        inside = self.windows.cut(maps)[..., 0]
+        repeats = self.inner.weights().shape[0] // inside.shape[0]
+        return self.inner.sizes(inside.repeat(repeats, 1)).reshape(-1, self.num_out)
+
+
+class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
+    """A Swin block that merges its attention output."""
+
+    window: Grid
+    shift: Grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.entering()
+        grid = (x.shape[1], x.shape[2])
+        windows = Windows(grid, self.window, self.shift)
+        z = x + self.drop_path1(self.attend(self.norm1(x), tokens, windows))
+        keeps_grid = self.merger is None or self.merger.keeps_grid
+        merged, tokens, merge = self.merge(
+            z.flatten(1, 2), tokens, grid=grid if keeps_grid else None, windows=windows
+        )
+        out = merged + self.drop_path2(self.mlp(self.norm2(merged)))
+        if merge is not None and keeps_grid:
+            assert self.slot.site is not None
+            grid = self.slot.site.grid_for(grid)
+        elif merge is not None:
+            out = merge.restore(out)
+        if self.slot.last and keeps_grid and tokens.size is not None:
+            self.slot.state.write(POOL, tokens.size.reshape(-1, *grid))
+        return out.unflatten(1, grid)
+
+    def attend(self, x: Tensor, tokens: Tokens, windows: Windows) -> Tensor:
+        """Window attention; the host's own wherever its map is the one it was built for."""
+        size = tokens.size if self.slot.proportional else None
+        if size is None and windows.grid == tuple(self.input_resolution):
+            return self._attn(x)
+        return windows.join(self.attn(windows.cut(x), mask=windows.mask(size, x)))
+
+    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
+        merger, windows = cast(Merger, self.merger), cast(Windows, context["windows"])
+        if merger.keeps_grid:
+            return merger(z, hints)
+        inside = windows.cut(z.unflatten(1, windows.grid))
+        real = None
+        if windows.grid != windows.padded:
+            real = windows.cut(z.new_ones(z.shape[0], *windows.grid, 1))[..., 0].float()
+        found: dict[str, Any] = {}
+        if merger.needs:
+            qkv = self.slot.state.take(("qkv", self.slot.index))
+            found = attention_hints(self.attn, qkv, real, merger.needs, num_prefix=0)
+        num_out = merger.site.count_for(inside.shape[1])
+        inner = merger(inside, Hints(num_out=num_out, size=real, labels=hints.labels, **found))
+        return Decision(merge=WindowMerge(inner=inner.merge, windows=windows))
+
+
+class MergingSwin(MergingGridModel, SwinTransformer):
+    """A converted `SwinTransformer`."""
+
+
+_CLASSES: dict[type, type] = {SwinTransformer: MergingSwin}
+
+
+def swin_blocks(model: nn.Module) -> list[tuple[str, SwinTransformerBlock]]:
+    """All Swin blocks with their paths, in the order in which they run."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, SwinTransformerBlock)]
+
+
+@register
+class SwinAdapter(Adapter):
+    """timm's `SwinTransformer`, whole or as a feature extractor."""
+
+    family: ClassVar[str] = "swin"
+    covers: ClassVar[str] = "Swin (timm SwinTransformer)"
+
+    def finds(self, model: nn.Module) -> bool:
+        return bool(swin_blocks(model))
+
+    def refusal(self, model: nn.Module) -> str | None:
+        other = {type(b) for _, b in swin_blocks(model)} - {SwinTransformerBlock, MergingSwinBlock}
+        names = ", ".join(sorted(kind.__name__ for kind in other))
+        return f"its blocks are {names}, a variant that is not known here." if other else None
+
+    def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
+        found = swin_blocks(model)
+        shapes = observed_shapes(model, [block for _, block in found], image_size)
+        grids = [(shape[1], shape[2]) for shape in shapes]
+        widths = [block.dim for _, block in found]
+        stages = [sorted(set(widths)).index(width) for width in widths]
+        blocks = tuple(
+            Block(path, block, block.dim, stage)
+            for (path, block), stage in zip(found, stages, strict=True)
+        )
+        runs = tuple(
+            Run(block.window_area, cast(Grid, tuple(block.window_size)), (index,))
+            for index, (_, block) in enumerate(found)
+        )
+        multiple = max(found[0][1].window_size)
+        classes = int(getattr(model, "num_classes", 0) or 0)
+        return Layout(blocks, 0, classes, runs, grids[0], multiple)
+
+    def convert_(
+        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        by_block = {site.block: site for site in sites}
+        blocks = [block for _, block in swin_blocks(model)]
+        for index, block in enumerate(blocks):
+            starts = index == 0 or block.dim != blocks[index - 1].dim or not config.keeps_grid()
+            slot = Slot(
+                state,
+                index,
+                starts=starts,
+                proportional=config.proportional_attention,
+                site=by_block.get(index),
+                opens=index == 0,
+                last=index == len(blocks) - 1,
+            )
+            _convert_block_(block, config, slot)
+        convert_model_(model, state, _CLASSES)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return [block for _, block in swin_blocks(model)]
+
+    def revert_(self, model: nn.Module) -> None:
+        for _, block in swin_blocks(model):
+            _revert_block_(block)
+        revert_model_(model, _CLASSES)
+
+
+def _convert_block_(block: SwinTransformerBlock, config: MethodConfig, slot: Slot) -> None:
+    attach_merger_(block, config, slot.site)
+    site = slot.site
+    window, shift = cast(Grid, tuple(block.window_size)), cast(Grid, tuple(block.shift_size))
+    if site is not None and site.grid_in is not None and config.keeps_grid():
+        window, shift = _fit_window_(block, site.grid_in, slot)
+    block.slot, block.window, block.shift = slot, window, shift
+    if block.merger is not None and block.merger.needs:
+        tap_(block.attn.qkv, slot.state, ("qkv", slot.index))
+    block.__class__ = MergingSwinBlock
+
+
+def _fit_window_(block: SwinTransformerBlock, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
+    """A map smaller than the window is one window: the bias table stays and is indexed anew."""
+    host = cast(Grid, tuple(block.window_size))
+    window = (min(host[0], grid[0]), min(host[1], grid[1]))
+    shift = tuple(
+        0 if g <= w else s for g, w, s in zip(grid, window, block.shift_size, strict=True)
+    )
+    attn = block.attn
+    if window != host:
+        slot.original = {
+            "window_area": attn.window_area,
+            "relative_position_index": attn.relative_position_index,
+        }
+        attn.window_area = window[0] * window[1]
+        attn.relative_position_index = _relative_index(window, host).to(
+            attn.relative_position_index.device
+        )
+    return window, cast(Grid, shift)
+
+
+def _relative_index(window: Grid, host: Grid) -> Tensor:
+    """Places in the host's table of relative positions for the pairs of a smaller window."""
+    rows, columns = torch.meshgrid(*(torch.arange(side) for side in window), indexing="ij")
+    rows, columns = rows.flatten(), columns.flatten()
+    down = rows[:, None] - rows[None] + host[0] - 1
+    right = columns[:, None] - columns[None] + host[1] - 1
+    return down * (2 * host[1] - 1) + right
+
+
+def _revert_block_(block: nn.Module) -> None:
+    if not isinstance(block, MergingSwinBlock):
+        return
+    untap_(block.attn.qkv)
+    for name, value in block.slot.original.items():
+        setattr(block.attn, name, value)
+    for name in ("merger", "slot", "window", "shift"):
+        delattr(block, name)
+    block.__class__ = SwinTransformerBlock

@@ -1,0 +1,243 @@
+"""ViT, DeiT and DeiT-III: merge between attention and MLP, prefix tokens untouched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+from timm.layers.attention import Attention
+from timm.models._features import feature_take_indices
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block as HostBlock
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ltm.adapters.base import (
+    Adapter,
+    Block,
+    Layout,
+    MergingMixin,
+    Run,
+    Slot,
+    attach_merger_,
+    attention_bias,
+    register,
+    tap_,
+    untap_,
+)
+from ltm.adapters.state import Tokens, TokenState
+from ltm.core.merge import restore_through
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+
+
+class MergingBlock(MergingMixin, HostBlock):
+    """A ViT block that merges its attention output: the paper's block for regular transformers."""
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        tokens = self.entering()
+        if (attn_mask is not None or is_causal) and tokens.merges:
+            raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
+        bias = attention_bias(tokens.size, x.dtype) if self.slot.proportional else None
+        attended = self.attn(self.norm1(x), attn_mask=attn_mask if bias is None else bias)
+        z = x + self.drop_path1(self.ls1(attended))
+        z, *_ = self.merge(z, tokens)
+        return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
+
+    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
+        merger = cast(Merger, self.merger)
+        found: dict[str, Tensor] = {}
+        if merger.needs:
+            qkv = self.slot.state.take(("qkv", self.slot.index))
+            found = attention_hints(
+                self.attn, qkv, hints.size, merger.needs, merger.site.num_prefix
+            )
+        return merger(z, dataclasses.replace(hints, **found))
+
+
+def attention_hints(
+    attn: nn.Module, qkv: Tensor, size: Tensor | None, needs: frozenset[str], num_prefix: int
+) -> dict[str, Tensor]:
+    """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
+    host = cast(Attention, attn)
+    query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
+    if hasattr(host, "k_norm"):
+        query, key = host.q_norm(query), host.k_norm(key)
+    found: dict[str, Tensor] = {}
+    if "keys" in needs:
+        found["keys"] = key.mean(dim=2)
+    if "importance" in needs:
+        asking = query[:, :1] if num_prefix else query.mean(dim=1, keepdim=True)
+        found["importance"] = _received(asking, key, host.scale, size).mean(dim=1)
+    if "attention" in needs:
+        received = _received(query, key, host.scale, size)
+        # Tokens that are masked out ask no questions.
+        asks = received.new_ones(1, received.shape[1]) if size is None else (size > 0).float()
+        found["attention"] = ((asks / asks.sum(1, keepdim=True))[:, None] @ received)[:, 0]
+    return found
+
+
+def _received(query: Tensor, key: Tensor, scale: float, size: Tensor | None) -> Tensor:
+    """Attention that each token receives from each query, `b queries t`, averaged over heads."""
+    scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1) * scale
+    bias = attention_bias(size, scores.dtype)
+    scores = scores if bias is None else scores + bias
+    return scores.float().softmax(dim=-1).mean(dim=1)
+
+
+class MergingModel(nn.Module):
+    """What a converted ViT does differently as a whole: pooling, intermediates, resizing."""
+
+    def _final(self) -> Tokens:
+        blocks = cast(Any, self).blocks
+        slot: Slot = blocks[-1].slot
+        return slot.state.read(slot.index + 1) or Tokens()
+
+    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+        """Averages weigh tokens by the patches they stand for."""
+        host = cast(VisionTransformer, self)
+        kind = host.global_pool if pool_type is None else pool_type
+        size = self._final().size
+        if kind not in ("avg", "avgmax") or size is None or size.shape[1] != x.shape[1]:
+            return cast(Any, super()).pool(x, pool_type)
+        k = 0 if host.pool_include_prefix else host.num_prefix_tokens
+        share = size[:, k:] / size[:, k:].sum(dim=1, keepdim=True)
+        mean = (x[:, k:] * share[..., None].to(x.dtype)).sum(dim=1)
+        return mean if kind == "avg" else 0.5 * (mean + x[:, k:].amax(dim=1))
+
+    def forward_intermediates(
+        self, x: Tensor, indices: int | list[int] | None = None, **options: Any
+    ) -> Any:
+        """timm's own, with every intermediate spread back to the full patch grid."""
+        host = cast(VisionTransformer, self)
+        as_map = options.pop("output_fmt", "NCHW") == "NCHW"
+        grid = host.patch_embed.dynamic_feat_size(x.shape[-2:])
+        out = cast(Any, super()).forward_intermediates(x, indices, output_fmt="NLC", **options)
+        taken, _ = feature_take_indices(len(host.blocks), indices)
+
+        def restore(block: int, y: Tensor) -> Tensor:
+            tokens: Tokens = host.blocks[block].slot.state.read(block + 1) or Tokens()
+            k = host.num_prefix_tokens
+            y = restore_through(tokens.merges, nn.functional.pad(y, (0, 0, k, 0)))[:, k:]
+            return y.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous() if as_map else y
+
+        def restore_all(features: list[Any]) -> list[Any]:
+            return [
+                (restore(block, y[0]), y[1]) if isinstance(y, tuple) else restore(block, y)
+                for block, y in zip(taken, features, strict=True)
+            ]
+
+        if isinstance(out, dict):
+            out["image_intermediates"] = restore_all(out["image_intermediates"])
+            return out
+        return restore_all(out) if isinstance(out, list) else (out[0], restore_all(out[1]))
+
+
+class MergingVisionTransformer(MergingModel, VisionTransformer):
+    """A converted `VisionTransformer`."""
+
+
+class MergingVisionTransformerDistilled(MergingModel, VisionTransformerDistilled):
+    """A converted distilled DeiT."""
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    VisionTransformer: MergingVisionTransformer,
+    VisionTransformerDistilled: MergingVisionTransformerDistilled,
+}
+
+
+def find_vit(model: nn.Module) -> VisionTransformer | None:
+    """The ViT itself, also inside timm's feature extractor."""
+    return next((m for m in model.modules() if isinstance(m, VisionTransformer)), None)
+
+
+@register
+class ViTAdapter(Adapter):
+    """timm's `VisionTransformer` with plain pre-norm blocks."""
+
+    family: ClassVar[str] = "vit"
+    covers: ClassVar[str] = "ViT, DeiT, DeiT-III (timm VisionTransformer with plain blocks)"
+
+    def finds(self, model: nn.Module) -> bool:
+        return find_vit(model) is not None
+
+    def refusal(self, model: nn.Module) -> str | None:
+        vit = find_vit(model)
+        assert vit is not None
+        if type(vit) not in _CLASSES and not isinstance(vit, MergingModel):
+            return f"{type(vit).__name__} is a variant of ViT that is not known here."
+        for block in vit.blocks:
+            if type(block) not in (HostBlock, MergingBlock):
+                return f"its blocks are {type(block).__name__}, and only plain Block is known."
+            if type(block.attn) is not Attention:
+                return f"its attention is {type(block.attn).__name__}, not plain Attention."
+        if vit.attn_pool is not None:
+            return "its head pools by attention, which does not know token sizes."
+        return None
+
+    def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
+        vit = find_vit(model)
+        assert vit is not None
+        height, width = vit.patch_embed.dynamic_feat_size(image_size)
+        paths = {module: name for name, module in model.named_modules()}
+        blocks = tuple(Block(paths[block], block, vit.embed_dim, stage=0) for block in vit.blocks)
+        run = Run(height * width, (height, width), tuple(range(len(blocks))))
+        return Layout(blocks, vit.num_prefix_tokens, vit.num_classes, (run,))
+
+    def convert_(
+        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        vit = find_vit(model)
+        assert vit is not None
+        by_block = {site.block: site for site in sites}
+        for index, block in enumerate(vit.blocks):
+            slot = Slot(
+                state,
+                index,
+                starts=index == 0,
+                proportional=config.proportional_attention,
+                site=by_block.get(index),
+                opens=index == 0,
+                last=index == len(vit.blocks) - 1,
+            )
+            convert_block_(block, config, slot)
+        vit.__class__ = _CLASSES[type(vit)]
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        vit = find_vit(model)
+        assert vit is not None
+        return list(vit.blocks)
+
+    def revert_(self, model: nn.Module) -> None:
+        vit = find_vit(model)
+        assert vit is not None
+        for block in vit.blocks:
+            revert_block_(block)
+        hosts = {merging: host for host, merging in _CLASSES.items()}
+        vit.__class__ = hosts.get(type(vit), type(vit))
+
+
+def convert_block_(
+    block: nn.Module,
+    config: MethodConfig,
+    slot: Slot,
+    merging: type[nn.Module] = MergingBlock,
+) -> None:
+    """A host block becomes a merging one; its projection is tapped where the merger needs it."""
+    attach_merger_(block, config, slot.site)
+    block.slot = slot
+    if block.merger is not None and block.merger.needs:
+        tap_(cast(nn.Linear, cast(Any, block).attn.qkv), slot.state, ("qkv", slot.index))
+    block.__class__ = merging
+
+
+def revert_block_(block: nn.Module, host: type[nn.Module] = HostBlock) -> None:
+    """Undo `convert_block_`."""
+    if isinstance(block, MergingMixin):
+        untap_(cast(Any, block).attn.qkv)
+        del block.merger
+        del block.slot
+        block.__class__ = host

@@ -1,0 +1,276 @@
+"""The door: convert a model, look at it, freeze it, undo it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ltm.adapters import Conversion, adapter_of, select_adapter
+from ltm.adapters.planning import Planner
+from ltm.adapters.state import Record, TokenState
+from ltm.core.cost import count_macs, evaluating, meta_copy, meta_images
+from ltm.core.merge import compose_weights
+from ltm.core.schedule import Grid
+from ltm.methods.base import Merger, MethodConfig, Site
+from ltm.methods.ltm.step import LTMMerger
+
+_ATTRIBUTE = "token_merging"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion changed. Print it."""
+
+    family: str
+    method: str
+    sites: tuple[Site, ...]
+    num_blocks: int
+    macs_before: int
+    macs_after: int
+
+    @property
+    def share(self) -> float:
+        """MACs after over MACs before."""
+        return self.macs_after / self.macs_before
+
+    def __str__(self) -> str:
+        merging = [site for site in self.sites if site.merges]
+        lines = [
+            f"{self.method} on {self.family}: {len(merging)} of {self.num_blocks} blocks merge, "
+            f"{self.macs_before / 1e9:.3f} -> {self.macs_after / 1e9:.3f} GMACs "
+            f"({self.share:.3f} of the original)"
+        ]
+        lines += [f"  block {site.block:>2}: {_tokens(site)}" for site in merging]
+        return "\n".join(lines)
+
+
+def _tokens(site: Site) -> str:
+    if site.grid_in is not None and site.grid_out is not None:
+        (h, w), (h2, w2) = site.grid_in, site.grid_out
+        return f"{h} x {w} -> {h2} x {w2} tokens"
+    return f"{site.num_in} -> {site.num_out} tokens"
+
+
+def merge_tokens_(
+    model: nn.Module, config: MethodConfig, image_size: int | tuple[int, int] | None = None
+) -> ConversionReport:
+    """Make a timm model merge tokens, in place.
+
+    The model keeps its checkpoint keys and timm's interface; `unmerge_tokens_` undoes it. What
+    cannot be done is a ValueError, raised before the model is changed.
+    """
+    if not isinstance(config, MethodConfig):
+        raise TypeError(f"config: got {type(config).__name__}; give LTM, ToMe, ToFu or LTMP.")
+    if is_merging(model):
+        raise ValueError(
+            "model: it merges tokens already; use unmerge_tokens_ or set_ratio_ to change it."
+        )
+    adapter = select_adapter(model)
+    size = _image_size(model, image_size)
+    plan = Planner(model, adapter, config, size).plan()
+    state = TokenState()
+    adapter.convert_(model, config, plan.sites, state)
+    conversion = Conversion(
+        adapter.family, config, size, plan.sites, state, plan.macs_before, plan.macs_after
+    )
+    setattr(model, _ATTRIBUTE, conversion)
+    return report(model)
+
+
+def unmerge_tokens_(model: nn.Module) -> None:
+    """Give the model back as it was before `merge_tokens_`."""
+    adapter_of(conversion_of(model).family).revert_(model)
+    delattr(model, _ATTRIBUTE)
+
+
+def set_ratio_(model: nn.Module, ratio: float) -> ConversionReport:
+    """Change how much a converted model merges; what was learned is kept where it fits."""
+    config = dataclasses.replace(
+        conversion_of(model).config, ratio=ratio, per_block=None, counts=None
+    )
+    return reconvert_(model, config)
+
+
+def reconvert_(
+    model: nn.Module, config: MethodConfig, image_size: tuple[int, int] | None = None
+) -> ConversionReport:
+    """Convert a converted model anew with other settings of the same method."""
+    before = conversion_of(model)
+    if before.frozen:
+        raise ValueError("model: it is frozen, and a frozen model cannot be changed.")
+    old = dict(mergers(model))
+    size = image_size or before.image_size
+    unmerge_tokens_(model)
+    try:
+        result = merge_tokens_(model, config, size)
+    except ValueError:
+        merge_tokens_(model, before.config, before.image_size)
+        raise
+    finally:
+        with torch.no_grad():
+            for name, merger in mergers(model):
+                if name in old:
+                    merger.adopt_(old[name])
+    return result
+
+
+def is_merging(model: nn.Module) -> bool:
+    """Whether the model was converted."""
+    return isinstance(getattr(model, _ATTRIBUTE, None), Conversion)
+
+
+def conversion_of(model: nn.Module) -> Conversion:
+    """What was done to a model; a ValueError where nothing was."""
+    conversion = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(conversion, Conversion):
+        raise ValueError("model: it merges no tokens; call merge_tokens_ first.")
+    return conversion
+
+
+def report(model: nn.Module) -> ConversionReport:
+    """The report of a converted model."""
+    done = conversion_of(model)
+    num_blocks = done.sites[0].depth if done.sites else 0
+    return ConversionReport(
+        done.family, done.config.name, done.sites, num_blocks, done.macs_before, done.macs_after
+    )
+
+
+def mergers(model: nn.Module) -> Iterator[tuple[str, Merger]]:
+    """The mergers of a converted model, by module path."""
+    for name, module in model.named_modules():
+        if isinstance(module, Merger):
+            yield name, module
+
+
+def token_counts(model: nn.Module) -> list[int | Grid]:
+    """Tokens after each site, prefix excluded; (height, width) on grids."""
+    return [site.grid_out or site.num_out for site in conversion_of(model).sites]
+
+
+def gmacs(model: nn.Module, image_size: int | tuple[int, int] | None = None) -> float:
+    """Billions of multiply-adds for one image, converted or not, fused attention included."""
+    size = _image_size(model, image_size)
+    return count_macs(meta_copy(model), meta_images(size)) / 1e9
+
+
+@torch.no_grad()
+def merge_maps(model: nn.Module, images: Tensor) -> dict[int, Tensor]:
+    """By merging block, the weights of its tokens over the patches: `b n0 p`, columns sum to one.
+
+    The patches are those at the start of the block's stage.
+    """
+    with evaluating(model), watching(model) as records:
+        model(images)
+    return {
+        record.block: compose_weights(record.merges).expand(len(images), -1, -1)
+        for record in records
+        if record.decision is not None
+    }
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[list[Record]]:
+    """Collect what happens at every block of a converted model in the forwards inside."""
+    with conversion_of(model).state.watching() as records:
+        yield records
+
+
+@contextmanager
+def announcing(model: nn.Module, labels: Tensor | None) -> Iterator[None]:
+    """Let the mask modules see the labels of the forwards inside (`LTM(labels="true")`)."""
+    with conversion_of(model).state.announcing(labels):
+        yield
+
+
+@torch.no_grad()
+def collect_statistics_(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    passes: int = 2,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda batches: batches,
+) -> int:
+    """Class centroids and Q of every site, from labels or else from the model's own predictions.
+
+    `loader` gives images, or (images, labels) with labels of -1 or None for "unknown", and can be
+    gone through twice: first for centroids, then for memberships. Returns the number of images.
+    """
+    steps = [m for _, m in mergers(model) if isinstance(m, LTMMerger) and m.informative is not None]
+    if not steps:
+        raise ValueError(
+            "model: no site keeps class statistics; they belong to LTM(weights='informative') on "
+            "a model with classes."
+        )
+    for merger in steps:
+        merger.forget_statistics_()
+    num_images = 0
+    for _ in range(passes):
+        num_images = 0
+        for batch in progress(loader):
+            num_images += _observe(model, batch)
+        if num_images == 0:
+            raise ValueError("loader: it gave no images.")
+        for merger in steps:
+            merger.take_statistics_()
+    return num_images
+
+
+def _observe(model: nn.Module, batch: Any) -> int:
+    device = next(model.parameters()).device
+    images, labels = batch if isinstance(batch, tuple | list) else (batch, None)
+    images = images.to(device)
+    with evaluating(model), watching(model) as records:
+        predictions = model(images).argmax(dim=1)
+    if labels is None:
+        labels = predictions
+    labels = labels.to(device)
+    labels = torch.where(labels >= 0, labels, predictions)
+    for record in records:
+        if record.merger is not None and record.decision is not None:
+            hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
+            record.merger.observe(record.merged, hints)
+    return len(images)
+
+
+@torch.no_grad()
+def freeze_(model: nn.Module) -> nn.Module:
+    """Make a converted model ready for deployment: constants where masks do not depend on the
+    image, nothing that only training needs. Outputs stay as they are in evaluation."""
+    done = conversion_of(model)
+    if done.frozen:
+        return model
+    parameter = next(model.parameters())
+    images = parameter.new_zeros(1, 3, *done.image_size)
+    model.eval()
+    with watching(model) as records:
+        model(images)
+    for record in records:
+        if record.merger is not None and record.decision is not None:
+            record.merger.fold_(record.decision, record.hints)
+    for _, merger in mergers(model):
+        merger.freeze_()
+        merger.requires_grad_(False)
+    setattr(model, _ATTRIBUTE, dataclasses.replace(done, frozen=True))
+    return model
+
+
+def _image_size(model: nn.Module, given: int | tuple[int, int] | None) -> tuple[int, int]:
+    if given is not None:
+        return (given, given) if isinstance(given, int) else (int(given[0]), int(given[1]))
+    if is_merging(model):
+        return conversion_of(model).image_size
+    for module in model.modules():
+        patch_embed = getattr(module, "patch_embed", None)
+        if getattr(patch_embed, "img_size", None):
+            return tuple(patch_embed.img_size)
+    known = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    if "input_size" in known:
+        return tuple(known["input_size"][-2:])
+    raise ValueError("image_size: the model does not say; give it, for example image_size=224.")

@@ -1,0 +1,145 @@
+"""How many tokens stay at each site, and how a budget of MACs becomes such counts.
+
+A schedule maps one number, the strength t in [0, 1], to counts for every site; a larger t never
+leaves more tokens. A budget is met by the weakest strength that fits it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Grid = tuple[int, int]
+
+
+def require_ratio(name: str, value: float) -> None:
+    """Refuse what is no share of a whole."""
+    if not 0 < value <= 1:
+        raise ValueError(f"{name}: got {value}; it must be larger than 0 and at most 1.")
+
+
+def ceil_count(num_tokens: int, ratio: float) -> int:
+    """The paper's `P = ceil(r N)`, exact where r N is a whole number in decimal notation."""
+    return max(1, math.ceil(round(num_tokens * ratio, 9)))
+
+
+def ceil_grid(grid: Grid, ratio: float) -> Grid:
+    """The paper's `H' = ceil(H sqrt(r))`, `W' = ceil(W sqrt(r))`."""
+    side = math.sqrt(ratio)
+    return ceil_count(grid[0], side), ceil_count(grid[1], side)
+
+
+def constant_number(strength: float, num_in: int, num_sites: int) -> list[int]:
+    """ToMe's schedule: the same number leaves at every site.
+
+    Sites may differ by one token, so that budgets can be met closely.
+    """
+    per_site = strength * num_in
+    return [max(1, num_in - int(per_site * site)) for site in range(1, num_sites + 1)]
+
+
+def constant_rate(strength: float, num_in: int, num_sites: int) -> list[int]:
+    """The paper's schedule: every site keeps the same share of its tokens."""
+    return [max(1, math.ceil(num_in * (1 - strength) ** k)) for k in range(1, num_sites + 1)]
+
+
+def weighted_rate(strength: float, num_in: int, leaving: Sequence[float]) -> list[int]:
+    """A depth profile: each site gives up its own share of its tokens.
+
+    `leaving` holds the shares at strength one half; they fall to nothing at 0 and rise to all at 1.
+    """
+    exponent = strength / (1 - strength) if strength < 1 else math.inf
+    counts, left = [], num_in
+    for share in leaving:
+        left = max(1, round(left * (1 - share) ** exponent))
+        counts.append(left)
+    return counts
+
+
+def grid_counts(
+    strengths: Sequence[float], grid: Grid, stages: Sequence[int], multiple: int = 1
+) -> list[Grid]:
+    """The grid after each block of a grid network, given a strength per block (0: no merging).
+
+    `stages` are the numbers of blocks at each resolution; between them the sides are halved,
+    rounded up. Sides larger than `multiple` stay multiples of it, since attention windows pad them
+    up anyway.
+    """
+    counts: list[Grid] = []
+    blocks = iter(strengths)
+    for index, num_blocks in enumerate(stages):
+        grid = halve(grid) if index else grid
+        entry, share = grid, 1.0
+        for _ in range(num_blocks):
+            share *= 1 - next(blocks)
+            height, width = _sides(entry, share, multiple)
+            grid = min(grid[0], height), min(grid[1], width)
+            counts.append(grid)
+    return counts
+
+
+def halve(grid: Grid) -> Grid:
+    """The grid after a strided convolution or a patch merging: half of it, rounded up."""
+    return (grid[0] + 1) // 2, (grid[1] + 1) // 2
+
+
+def _sides(grid: Grid, share: float, multiple: int) -> Grid:
+    """Whole-number sides of at least the wanted area: width first, then the height it leaves."""
+    width = _round_up(grid[1] * math.sqrt(share), multiple, grid[1])
+    height = _round_up(grid[0] * grid[1] * share / width, multiple, grid[0])
+    return height, width
+
+
+def _round_up(side: float, multiple: int, largest: int) -> int:
+    step = multiple if largest > multiple else 1
+    return max(step, min(largest, math.ceil(round(side, 6) / step) * step))
+
+
+Counts = TypeVar("Counts")
+
+
+@dataclass(frozen=True)
+class Fit(Generic[Counts]):
+    """The weakest strength that meets a budget."""
+
+    strength: float
+    counts: Counts
+    cost: float
+
+
+def fit_budget(
+    counts_at: Callable[[float], Counts],
+    cost_of: Callable[[Counts], float],
+    budget: float,
+    *,
+    steps: int = 14,
+    tolerance: float = 0.003,
+) -> Fit[Counts] | None:
+    """Search the weakest strength whose cost is at most the budget; None where none is.
+
+    The search ends early once the cost is within `tolerance` (a share) below the budget.
+    """
+    counts = counts_at(0.0)
+    low, above = 0.0, cost_of(counts)
+    if above <= budget:
+        return Fit(0.0, counts, above)
+    counts = counts_at(1.0)
+    best = Fit(1.0, counts, cost_of(counts))
+    if best.cost > budget:
+        return None
+    for step in range(steps):
+        if best.cost >= (1 - tolerance) * budget or best.strength - low < 1e-4:
+            break
+        # Costs curve: interpolating alone creeps up from one side, so every third step halves.
+        part = (above - budget * (1 - tolerance / 2)) / (above - best.cost)
+        part = 0.5 if step % 3 == 0 else min(max(part, 0.05), 0.95)
+        strength = low + part * (best.strength - low)
+        counts = counts_at(strength)
+        cost = cost_of(counts)
+        if cost <= budget:
+            best = Fit(strength, counts, cost)
+        else:
+            low, above = strength, cost
+    return best

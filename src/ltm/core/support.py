@@ -1,0 +1,114 @@
+"""The learned support M of a merging mask: which tokens may enter a merged token at all.
+
+Every target has an anchor, a token that is always in; its candidates are the tokens around the
+anchor; nothing else is a parameter. The choice among candidates is binary, from logistic (binary
+Gumbel) noise on learnable logits, with a straight-through gradient.
+
+Letters: n tokens, p targets, k candidates of a target.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ltm.core.schedule import Grid
+
+
+def anchors(num_tokens: int, num_targets: int) -> Int[Tensor, "p"]:
+    """Evenly spaced tokens, one per target, all different."""
+    step = torch.arange(num_targets, dtype=torch.float64)
+    return ((step + 0.5) * num_tokens / num_targets).floor().long()
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The tokens that may enter each target."""
+
+    index: Int[Tensor, "p k"]
+    valid: Bool[Tensor, "p k"]
+    """False where a target near an edge has fewer candidates."""
+    anchor: Bool[Tensor, "p k"]
+    home: Bool[Tensor, "p k"]
+    """The candidates whose nearest anchor this is: together they cover every token once."""
+
+
+def axis_candidates(num_tokens: int, num_targets: int) -> Candidates:
+    """Candidates along one axis of a grid: the anchor and its neighbours to both sides."""
+    positions = torch.arange(num_tokens)
+    chosen = anchors(num_tokens, num_targets)
+    radius = math.ceil(num_tokens / num_targets / 2) if num_targets < num_tokens else 0
+    offsets = torch.arange(-radius, radius + 1)
+    index = chosen[:, None] + offsets
+    return _candidates(
+        index.clamp(0, num_tokens - 1),
+        (index >= 0) & (index < num_tokens),
+        chosen,
+        (positions[:, None] - chosen[None]).abs().argmin(dim=1),
+    )
+
+
+def grid_candidates(
+    grid: Grid, num_tokens: int, num_targets: int, num_candidates: int = 9
+) -> Candidates:
+    """Candidates of a sequence of patches: the tokens nearest to the anchor in the image.
+
+    A sequence that was merged before stands at the evenly spaced patches that remain of the grid.
+    """
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    points = torch.stack([rows.flatten(), columns.flatten()], dim=1).double()
+    points = points[anchors(len(points), num_tokens)] if num_tokens < len(points) else points
+    chosen = anchors(num_tokens, num_targets)
+    distance = torch.cdist(points[chosen], points)
+    index = distance.topk(min(num_candidates, num_tokens), dim=1, largest=False).indices
+    return _candidates(
+        index, torch.ones_like(index, dtype=torch.bool), chosen, distance.argmin(dim=0)
+    )
+
+
+def _candidates(index: Tensor, valid: Tensor, chosen: Tensor, nearest: Tensor) -> Candidates:
+    anchor = valid & (index == chosen[:, None])
+    home = valid & (nearest[index] == torch.arange(len(chosen))[:, None])
+    return Candidates(index, valid, anchor, home | anchor)
+
+
+def initial_logits(candidates: Candidates, confidence: float = 3.0) -> Float[Tensor, "p k"]:
+    """Start from the partition in which every token goes to its nearest anchor."""
+    return torch.where(candidates.home, confidence, -confidence)
+
+
+def choose(
+    logits: Float[Tensor, "p k"], *, noise: float = 0.0, temperature: float = 1.0
+) -> Float[Tensor, "p k"]:
+    """Binary choice of every candidate; the gradient passes straight through to the logits.
+
+    With `noise` the logits are jittered by logistic noise of that scale; without, the choice is
+    the plain threshold.
+    """
+    if noise > 0:
+        uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
+        logits = logits + noise * (uniform.log() - (-uniform).log1p())
+    hard = (logits > 0).to(logits.dtype)
+    soft = torch.sigmoid(logits / temperature)
+    return hard + soft - soft.detach()
+
+
+def support_matrix(
+    choice: Float[Tensor, "p k"], candidates: Candidates, num_tokens: int
+) -> Float[Tensor, "n p"]:
+    """The support as a matrix; anchors are always in, what is no candidate is out."""
+    values = torch.where(candidates.anchor, 1.0, choice) * candidates.valid
+    matrix = values.new_zeros(values.shape[0], num_tokens)
+    return matrix.scatter_add(1, candidates.index, values).mT
+
+
+def resample_logits(logits: Float[Tensor, "p k"], num_targets: int) -> Float[Tensor, "p2 k"]:
+    """Logits for another number of targets: interpolated along the targets, offset by offset."""
+    if logits.shape[0] == num_targets:
+        return logits
+    curves = logits.mT[None]
+    return torch.nn.functional.interpolate(curves, num_targets, mode="linear")[0].mT

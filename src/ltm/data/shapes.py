@@ -1,0 +1,229 @@
+"""Generated data: textured shapes in clutter, with labels, boxes and masks, and no download.
+
+A picture depends on `(seed, split, index)` alone: not on the order of reading, the worker or the
+process. The scene, though not its grain, is also the same at every image size.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+
+from ltm.data.painting import Painting, paint
+from ltm.data.scenes import class_names, draw_scene
+
+_SPLITS = {"train": 0, "val": 1, "test": 2}
+_TASKS = {"classification": 0, "detection": 1, "examples": 2}
+_RADII = (0.22, 0.36)
+_SMALL_RADII = (0.1, 0.2)
+_MAX_CACHED_BYTES = 256 * 2**20
+
+Transform = Callable[[Image.Image], Any]
+
+
+class Picture(NamedTuple):
+    """An example image and what to call it."""
+
+    name: str
+    image: Image.Image
+
+
+class ShapesClassification(Dataset[tuple[Any, int]]):
+    """One textured shape per image; label `index % num_classes`, so every prefix is balanced.
+
+    Without a transform, images are PIL images, as from files. Data sets up to 256 MiB are painted
+    once and kept; larger ones are painted anew each time.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_images: int = 4000,
+        image_size: int = 64,
+        num_classes: int = 10,
+        seed: int = 0,
+        *,
+        transform: Transform | None = None,
+    ) -> None:
+        self.class_names = class_names(num_classes)
+        self.split = _known_split(split)
+        self.image_size = _positive("image_size", image_size)
+        self.seed = seed
+        self.transform = transform
+        self.indices = range(_positive("num_images", num_images))
+        self._cached: dict[int, np.ndarray] | None = (
+            {} if num_images * 3 * image_size**2 <= _MAX_CACHED_BYTES else None
+        )
+
+    @property
+    def num_classes(self) -> int:
+        """Return the number of classes."""
+        return len(self.class_names)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Return every image's label, without painting."""
+        return np.asarray(self.indices, dtype=np.int64) % self.num_classes
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        source = self.indices[index]
+        image = Image.fromarray(self._pixels(source))
+        return image if self.transform is None else self.transform(image), source % self.num_classes
+
+    def name(self, index: int) -> str:
+        """Say which image this is, as a path would for a file."""
+        return f"shapes/{self.split}/{self.indices[index]}"
+
+    def with_transform(self, transform: Transform | None) -> "ShapesClassification":
+        """Return the same images under another transform; painted images are shared."""
+        changed = copy(self)
+        changed.transform = transform
+        return changed
+
+    def take(self, num_images: int) -> "ShapesClassification":
+        """Return the first `num_images` images, or all of them if there are fewer."""
+        taken = copy(self)
+        taken.indices = self.indices[: _positive("num_images", num_images)]
+        return taken
+
+    def _pixels(self, source: int) -> np.ndarray:
+        if self._cached is not None and source in self._cached:
+            return self._cached[source]
+        rng = _generator(self.seed, "classification", self.split, source)
+        scene = draw_scene(rng, (source % self.num_classes,), _RADII)
+        pixels = np.ascontiguousarray(paint(scene, self.image_size).image.transpose(1, 2, 0))
+        if self._cached is not None:
+            self._cached[source] = pixels
+        return pixels
+
+
+class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
+    """Several textured shapes per image, with boxes and masks of what is visible of each.
+
+    Items are `(image, target)` as `torchvision.transforms.v2` and torchvision's detectors expect;
+    labels run from 1, as 0 is the background. A share of the images has no object.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        num_images: int = 500,
+        image_size: int = 128,
+        num_classes: int = 5,
+        seed: int = 0,
+        *,
+        max_objects: int = 4,
+        empty_ratio: float = 0.05,
+        transforms: Callable[..., Any] | None = None,
+    ) -> None:
+        self.class_names = class_names(num_classes)
+        self.split = _known_split(split)
+        self.num_images = _positive("num_images", num_images)
+        self.image_size = _positive("image_size", image_size)
+        self.max_objects = _positive("max_objects", max_objects)
+        if not 0.0 <= empty_ratio < 1.0:
+            raise ValueError(f"empty_ratio is {empty_ratio}, but must be at least 0 and below 1")
+        self.empty_ratio = empty_ratio
+        self.seed = seed
+        self.transforms = transforms
+
+    @property
+    def num_classes(self) -> int:
+        """Return the number of classes, the background not counted."""
+        return len(self.class_names)
+
+    @property
+    def category_ids(self) -> tuple[int, ...]:
+        """Return the COCO category of each label, from label 1 on."""
+        return tuple(range(1, self.num_classes + 1))
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
+        painting, labels = self.paint(index)
+        image = tv_tensors.Image(torch.from_numpy(painting.image))
+        target = self._target(index, torch.from_numpy(painting.masks), labels)
+        return (image, target) if self.transforms is None else self.transforms(image, target)
+
+    def paint(self, index: int) -> tuple[Painting, list[int]]:
+        """Return an image's pixels and visible masks, and the labels (from 0) of its objects."""
+        if not 0 <= index < self.num_images:
+            raise IndexError(f"image {index} of {self.num_images}")
+        rng = _generator(self.seed, "detection", self.split, index)
+        count = 0 if rng.random() < self.empty_ratio else int(rng.integers(1, self.max_objects + 1))
+        labels = tuple(rng.integers(0, self.num_classes, count).tolist())
+        scene = draw_scene(rng, labels, _SMALL_RADII)
+        painting = paint(scene, self.image_size)
+        # On images of a few pixels a shape can vanish; an object without pixels is none.
+        seen = painting.masks.any((1, 2))
+        kept = [item.label for item, visible in zip(scene.objects, seen, strict=True) if visible]
+        return Painting(painting.image, painting.masks[seen]), kept
+
+    def _target(self, index: int, masks: Tensor, labels: list[int]) -> dict[str, Any]:
+        size = (self.image_size, self.image_size)
+        return {
+            "boxes": tv_tensors.BoundingBoxes(boxes_of(masks), format="XYXY", canvas_size=size),  # pyright: ignore[reportCallIssue, reportArgumentType]
+            "labels": torch.tensor(labels, dtype=torch.int64) + 1,
+            "masks": tv_tensors.Mask(masks.to(torch.uint8)),
+            "image_id": torch.tensor(index),
+            "area": masks.sum((1, 2)).float(),
+            "iscrowd": torch.zeros(len(labels), dtype=torch.int64),
+            "orig_size": torch.tensor(size),
+        }
+
+
+def boxes_of(masks: Tensor) -> Tensor:
+    """Return the tight box (x0, y0, x1, y1) around each of n masks (n x H x W, none empty)."""
+    if len(masks) == 0:
+        return torch.zeros(0, 4)
+    edges = []
+    for profile in (masks.any(1), masks.any(2)):
+        inside = profile.to(torch.uint8)
+        edges.append((inside.argmax(1), profile.shape[1] - inside.flip(1).argmax(1)))
+    (left, right), (top, bottom) = edges
+    return torch.stack((left, top, right, bottom), 1).float()
+
+
+def example_pictures(num_pictures: int = 6, image_size: int = 256, seed: int = 0) -> list[Picture]:
+    """Paint a few larger pictures, of one to three objects each, for documentation and demos."""
+    names = class_names(20)
+    pictures = []
+    for index in range(_positive("num_pictures", num_pictures)):
+        rng = _generator(seed, "examples", "test", index)
+        count = index % 3 + 1
+        labels = tuple(rng.choice(len(names), count, replace=False).tolist())
+        scene = draw_scene(rng, labels, (0.3, 0.38) if count == 1 else (0.16, 0.24))
+        shown = ", ".join(names[item.label] for item in scene.objects)
+        pixels = paint(scene, image_size).image.transpose(1, 2, 0)
+        pictures.append(Picture(shown, Image.fromarray(np.ascontiguousarray(pixels))))
+    return pictures
+
+
+def _generator(seed: int, task: str, split: str, index: int) -> np.random.Generator:
+    if seed < 0:
+        raise ValueError(f"seed is {seed}, but must not be negative")
+    return np.random.default_rng([seed, _TASKS[task], _SPLITS[split], index])
+
+
+def _known_split(split: str) -> str:
+    if split not in _SPLITS:
+        raise ValueError(
+            f"generated shapes have no split {split!r}; choose from {', '.join(_SPLITS)}"
+        )
+    return split
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name} is {value}, but must be at least 1")
+    return value

@@ -1,0 +1,216 @@
+"""What a token-merging method is: a config that builds one Merger per site.
+
+A method knows nothing about networks. A block hands it tokens and hints; it answers with a Merge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ltm.core.merge import Merge
+from ltm.core.schedule import Grid, constant_number, require_ratio
+
+Count = int | Grid
+"""Tokens after a site, prefix excluded: a number on sequences, (height, width) on grids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One merging block, as a method sees it."""
+
+    block: int
+    """Position among the network's transformer blocks."""
+    depth: int
+    """Number of transformer blocks."""
+    width: int
+    """Channels of a token."""
+    num_prefix: int
+    num_classes: int
+    grid: Grid
+    """The patch grid at the start of the block's stage."""
+    num_in: int
+    num_out: int
+    grid_in: Grid | None = None
+    """Set where tokens still form a rectangle and have to form one afterwards."""
+    grid_out: Grid | None = None
+
+    @property
+    def merges(self) -> bool:
+        return self.num_out < self.num_in
+
+    def count_for(self, num_tokens: int) -> int:
+        """Tokens to keep of a sequence of another length than the planned one."""
+        if num_tokens == self.num_in:
+            return self.num_out
+        return max(1, -(-num_tokens * self.num_out // self.num_in))
+
+    def grid_for(self, grid: Grid) -> Grid:
+        """The grid to keep of another grid than the planned one."""
+        if self.grid_in is None or self.grid_out is None:
+            raise ValueError("grid_for: this site's tokens form no grid.")
+        if grid == self.grid_in:
+            return self.grid_out
+        (h, w), (h_in, w_in), (h_out, w_out) = grid, self.grid_in, self.grid_out
+        return max(1, -(-h * h_out // h_in)), max(1, -(-w * w_out // w_in))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Hints:
+    """What a block tells a merger besides its tokens. Optional fields come only when needed.
+
+    Letters: b images, t tokens with their prefix, d a head's channels.
+    """
+
+    num_out: int
+    grid_in: Grid | None = None
+    grid_out: Grid | None = None
+    size: Float[Tensor, "b t"] | None = None
+    """How many patches each token stands for; None before the first merge."""
+    keys: Float[Tensor, "b t d"] | None = None
+    """The attention keys, averaged over the heads."""
+    importance: Float[Tensor, "b t"] | None = None
+    """Attention received from the class token, or from the mean query without one."""
+    attention: Float[Tensor, "b t"] | None = None
+    """Attention received on average over all tokens."""
+    carry: Tensor | None = None
+    """What the previous site of the same stage handed on."""
+    labels: Int[Tensor, "b"] | None = None
+    """True labels, where somebody announced them."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Decision:
+    """A merge, and what the next site needs to know about it."""
+
+    merge: Merge
+    carry: Tensor | None = None
+
+
+class Merger(nn.Module, ABC):
+    """A method at one site. `needs` names the hints that it reads."""
+
+    needs: frozenset[str] = frozenset()
+    keeps_grid: bool = False
+    """Merged tokens form a rectangle again; otherwise grid networks get their grid restored."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.site = site
+
+    @abstractmethod
+    def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        """Decide which of the tokens become one."""
+
+    def observe(self, merged: Float[Tensor, "b t2 c"], hints: Hints) -> None:
+        """Look at what came out; only called while statistics are collected."""
+
+    def count_fully_(self) -> None:
+        """Behave as after training, for counting the cost on `meta`."""
+
+    def freeze_(self) -> None:
+        """Drop what only training needs."""
+
+    def fold_(self, decision: Decision, hints: Hints) -> None:
+        """Keep a decision as constants, if it is the same for every image."""
+
+    def adopt_(self, other: Merger) -> None:
+        """Take over what another merger of the same method has learned, where it fits."""
+        own = self.state_dict()
+        for name, value in other.state_dict().items():
+            if name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
+
+
+_METHODS: dict[str, type[MethodConfig]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig(ABC):
+    """Settings common to all methods. How much to merge is one of three:
+
+    ratio: share of the original network's MACs, the method's own cost included. The default is 0.7.
+    per_block: share of tokens that every block keeps (the paper's letter; it compounds).
+    counts: tokens left after each site, prefix excluded; `(height, width)` pairs on grids.
+    """
+
+    ratio: float | None = None
+    per_block: float | None = None
+    counts: tuple[Count, ...] | None = None
+    sites: tuple[int, ...] | None = None
+    """The blocks that merge, counted from 0; None leaves the choice to the method."""
+    proportional_attention: bool = True
+    """Weigh tokens in the attention by the number of patches they stand for."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        given = [f for f in ("ratio", "per_block", "counts") if getattr(self, f) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: give one of ratio, per_block and counts.")
+        if not given:
+            object.__setattr__(self, "ratio", 0.7)
+        for field in ("ratio", "per_block"):
+            value = getattr(self, field)
+            if value is not None:
+                require_ratio(field, value)
+        if self.counts is not None:
+            counts = tuple(tuple(c) if isinstance(c, list | tuple) else int(c) for c in self.counts)
+            object.__setattr__(self, "counts", counts)
+        if self.sites is not None:
+            object.__setattr__(self, "sites", tuple(sorted(set(self.sites))))
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            _METHODS[cls.name] = cls
+
+    @abstractmethod
+    def build(self, site: Site) -> Merger:
+        """The merger of one site."""
+
+    def keeps_grid(self) -> bool:
+        """Whether this method's merged tokens form a rectangle again on grid networks."""
+        return False
+
+    def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
+        """The blocks that merge unless `sites` says so."""
+        return tuple(range(num_blocks))
+
+    def spread(self, strength: float, num_in: int, sites: tuple[int, ...], depth: int) -> list[int]:
+        """Tokens after each of the chosen sites of a sequence, at a strength in [0, 1]."""
+        return constant_number(strength, num_in, len(sites))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with the method's name."""
+        return {"method": self.name, **dataclasses.asdict(self)}
+
+
+def config_from_dict(values: dict[str, Any]) -> MethodConfig:
+    """The config that `to_dict` wrote."""
+    values = dict(values)
+    method = values.pop("method", None)
+    if method not in _METHODS:
+        raise ValueError(f"method: got {method!r}; known are {', '.join(sorted(_METHODS))}.")
+    config_type = _METHODS[method]
+    known = {field.name for field in dataclasses.fields(config_type)}
+    unknown = set(values) - known
+    if unknown:
+        raise ValueError(f"{method} has no setting {', '.join(sorted(unknown))}.")
+    return config_type(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def methods() -> dict[str, type[MethodConfig]]:
+    """All registered methods by name."""
+    return dict(_METHODS)
+
+
+def token_size(tokens: Float[Tensor, "b t c"], hints: Hints) -> Float[Tensor, "b t"]:
+    """The sizes of the tokens, ones before the first merge."""
+    if hints.size is None:
+        return tokens.new_ones(tokens.shape[:2], dtype=tokens.dtype).float()
+    return hints.size.float().expand(tokens.shape[0], -1)

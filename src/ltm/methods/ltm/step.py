@@ -1,0 +1,172 @@
+"""The informative step: each token's logit moves down the gradient of the bound.
+
+Letters: b images, t tokens with their k prefix tokens, n patch tokens, p merged tokens, c channels,
+d features, a classes; `s` (logits) the state that the sites hand on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ltm.core import clustering, mask_gradient
+from ltm.core.merge import Merge
+from ltm.core.statistics import ClassStatistics
+from ltm.methods.base import Hints, Merger, Site, token_size
+
+if TYPE_CHECKING:
+    from ltm.methods.ltm.config import LTM
+
+
+class InformativeStep(nn.Module):
+    """One gradient step on the bound, per token: `s = carry - eta dIBB/dG` in pooled space.
+
+    Without class statistics there is no gradient and the step is zero.
+    """
+
+    centroids: Tensor
+    present: Tensor
+    costs: Tensor
+
+    def __init__(self, num_classes: int, width: int, config: LTM) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("centroids", torch.zeros(num_classes, width))
+        self.register_buffer("present", torch.zeros(num_classes, dtype=torch.bool))
+        # -log Q(a | y), transposed: soft labels times this are the costs psi.
+        self.register_buffer("costs", torch.zeros(num_classes, num_classes))
+        self.gain = nn.Parameter(torch.tensor(float(config.gain)))
+        self.mlp = nn.Linear(width, width) if config.mlp else None
+        if self.mlp is not None:
+            nn.init.zeros_(self.mlp.weight)
+            nn.init.zeros_(self.mlp.bias)
+        self.active = False
+
+    def set_statistics_(self, statistics: ClassStatistics) -> None:
+        """Take over centroids and Q; from now on the step is active."""
+        self.centroids.copy_(statistics.centroids())
+        self.present.copy_(statistics.present)
+        self.costs.copy_(-statistics.q().clamp_min(torch.finfo(torch.float32).tiny).log().mT)
+        # Before the first centroids there were no memberships, and so there is no Q yet.
+        self.active = bool(statistics.membership.any())
+
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[arg-type]
+        if not self.costs.is_meta:
+            self.active = bool(self.costs.any())
+
+    def direction(
+        self, feature: Float[Tensor, "b d"], labels: Tensor | None
+    ) -> Float[Tensor, "b d"]:
+        """The gradient of the bound with respect to the feature, V in the paper's proposition."""
+        beta = self.config.beta
+        phi = clustering.class_membership(feature, self.centroids, beta, self.present)
+        if labels is None:
+            psi = phi.detach() @ self.costs.to(phi.dtype)
+        else:
+            psi = self.costs.to(phi.dtype)[labels]
+        gradient = mask_gradient.membership_gradient(phi, psi, self.centroids, beta)
+        return mask_gradient.through_normalisation(feature, gradient)
+
+    def forward(
+        self,
+        patches: Float[Tensor, "b n c"],
+        size: Float[Tensor, "b n"],
+        labels: Tensor | None,
+        carry: Float[Tensor, "b n"] | None,
+    ) -> Float[Tensor, "b n"] | None:
+        if not self.active:
+            return carry
+        tokens = patches if self.mlp is None else patches + self.mlp(patches)
+        share = size / size.sum(1, keepdim=True)
+        feature = (share[:, None].to(tokens.dtype) @ tokens)[:, 0]
+        gradient = self.direction(feature, labels)
+        logits = -mask_gradient.pooled_gradient(tokens, gradient)
+        if self.config.step == "standardised":
+            spread = logits.std(dim=1, keepdim=True, correction=0)
+            logits = self.gain * (logits - logits.mean(dim=1, keepdim=True)) / (spread + 1e-6)
+        logits = self.config.eta * logits
+        if carry is not None:
+            logits = logits + carry
+        # Bounded, so that no target's weights can vanish.
+        return logits.clamp(-8, 8)
+
+
+class LTMMerger(Merger):
+    """What both supports share: the informative step and its statistics."""
+
+    def __init__(self, site: Site, config: LTM) -> None:
+        super().__init__(site)
+        self.config = config
+        informative = config.weights == "informative" and site.num_classes > 0
+        self.informative = (
+            InformativeStep(site.num_classes, self.feature_width(), config) if informative else None
+        )
+        self.statistics: ClassStatistics | None = None
+
+    def feature_width(self) -> int:
+        return self.site.width
+
+    def true_labels(self, hints: Hints) -> Tensor | None:
+        """True labels where the config asks for them and training knows them."""
+        return hints.labels if self.config.labels == "true" and self.training else None
+
+    def feature(self, merged: Float[Tensor, "b t c"], size: Tensor) -> Float[Tensor, "b d"]:
+        """The merged tokens as one feature: their mean by size."""
+        k = self.site.num_prefix
+        share = size[:, k:] / size[:, k:].sum(1, keepdim=True).clamp_min(1e-6)
+        return (share[:, None].to(merged.dtype) @ merged[:, k:])[:, 0]
+
+    @torch.no_grad()
+    def observe(self, merged: Float[Tensor, "b t c"], hints: Hints) -> None:
+        step = self.informative
+        if step is None or hints.labels is None:
+            return
+        feature = self.feature(merged, token_size(merged, hints))
+        if self.statistics is None:
+            self.statistics = ClassStatistics.zeros(
+                self.site.num_classes, feature.shape[1], device=feature.device
+            )
+        membership = None
+        if bool(step.present.any()):
+            membership = clustering.class_membership(
+                feature, step.centroids, self.config.beta, step.present
+            )
+        self.statistics.update(feature, hints.labels, membership)
+
+    def forget_statistics_(self) -> None:
+        """Start anew: until statistics are taken again the step is zero."""
+        self.statistics = None
+        if self.informative is not None:
+            self.informative.present.zero_()
+            self.informative.active = False
+
+    def take_statistics_(self) -> None:
+        """Turn what was observed, in all processes, into centroids and Q.
+
+        The step becomes active with the first Q, that is after a pass that had centroids.
+        """
+        if self.informative is None or self.statistics is None:
+            return
+        total = self.statistics.all_reduce()
+        self.informative.set_statistics_(total)
+        self.statistics = None
+
+    def count_fully_(self) -> None:
+        if self.informative is not None:
+            self.informative.active = True
+
+    def freeze_(self) -> None:
+        self.statistics = None
+        if self.informative is not None and not self.informative.active:
+            self.informative = None
+
+
+def carried(merge: Merge, logits: Float[Tensor, "b n"]) -> Float[Tensor, "b p"]:
+    """The logits of the merged tokens: the average of their members', by the mask itself."""
+    k = merge.num_prefix
+    padded = torch.nn.functional.pad(logits, (k, 0))[..., None]
+    return merge.average(padded)[:, k:, 0]

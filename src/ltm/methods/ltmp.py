@@ -1,0 +1,171 @@
+"""LTMP: learned thresholds for merging and pruning (Bonnaerens and Dambre, 2023).
+
+Two scalars a block. A token whose best match is more similar than the merge threshold joins it; a
+token that receives less attention than the prune threshold is dropped. How many leave differs from
+image to image. In training, under compilation and on `meta` nothing is removed: tokens of size zero
+are masked in the attention. In evaluation they are removed, the batch padded to its longest image.
+
+Letters: b images, t tokens with their prefix, d features of the metric.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from ltm.core.matching import match_most_similar, merge_in_order
+from ltm.core.merge import MatchedMerge, Merge
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site, token_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTMP(MethodConfig):
+    """Thresholded merging and pruning. `ratio` is met on average, once thresholds are set on data."""
+
+    merge_threshold: float = 0.9
+    prune_threshold: float = 0.0
+    temperature: float = 0.1
+    """Width of the sigmoid through which thresholds learn."""
+
+    name: ClassVar[str] = "ltmp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: got {self.temperature}; it must be positive.")
+
+    def build(self, site: Site) -> Merger:
+        return LTMPMerger(site, self)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MaskedMerge(Merge):
+    """Tokens keep their places: what moves adds to its partner, what is gone has size zero."""
+
+    partner: Int[Tensor, "b t"]
+    moves: Float[Tensor, "b t"]
+    """One where a token joins its partner; carries the straight-through gradient."""
+    stays: Float[Tensor, "b t"]
+    """Zero where a token is pruned."""
+    size: Float[Tensor, "b t"]
+
+    @property
+    def num_in(self) -> int:
+        return self.partner.shape[1] - self.num_prefix
+
+    @property
+    def num_out(self) -> int:
+        return self.num_in
+
+    def _add(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
+        moves = self.moves[..., None].to(x.dtype)
+        index = self.partner[..., None].expand(-1, -1, x.shape[-1])
+        return (x * (1 - moves)).scatter_add(1, index, x * moves)
+
+    def __call__(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
+        size = self.size[..., None]
+        total = self._add(size)
+        merged = self._add(x * size.to(x.dtype)) / total.clamp_min(1e-6).to(x.dtype)
+        return torch.where(total > 0, merged, x)
+
+    def restore(self, y: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
+        source = torch.where(
+            self.moves > 0.5, self.partner, torch.arange(y.shape[1], device=y.device)
+        )
+        return y.gather(1, source[..., None].expand(-1, -1, y.shape[-1]))
+
+    def weights(self) -> Float[Tensor, "b n p"]:
+        k = self.num_prefix
+        identity = torch.eye(self.partner.shape[1], device=self.partner.device)
+        return self(identity.expand(self.partner.shape[0], -1, -1)).mT[:, k:, k:]
+
+    def sizes(self, size: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+        return self._add(size.expand_as(self.moves)[..., None])[..., 0] * self.stays
+
+
+class LTMPMerger(Merger):
+    """A merge threshold and a prune threshold."""
+
+    needs = frozenset({"keys", "attention"})
+
+    def __init__(self, site: Site, config: LTMP) -> None:
+        super().__init__(site)
+        self.config = config
+        self.merge_threshold = nn.Parameter(torch.tensor(float(config.merge_threshold)))
+        self.prune_threshold = nn.Parameter(torch.tensor(float(config.prune_threshold)))
+        self.kept: Float[Tensor, ""] | None = None
+        """Mean share of the patches that the last training forward kept; it carries gradient."""
+        self.fixed_count = False
+        """Keep the planned number of tokens: for counting MACs without data."""
+
+    def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        if self.fixed_count or tokens.is_meta:
+            return self._planned(tokens, hints)
+        size = token_size(tokens, hints)
+        places = hints.carry
+        if places is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device).expand(size.shape)
+        similarity, partner = self._partners(tokens, hints, places, size)
+        moves = self._gate(similarity, self.merge_threshold) * (size > 0)
+        attention = size if hints.attention is None else hints.attention
+        stays = self._gate(attention, self.prune_threshold, inclusive=True)
+        k = self.site.num_prefix
+        prefix = torch.arange(tokens.shape[1], device=tokens.device) < k
+        moves, stays = moves.masked_fill(prefix, 0), stays.masked_fill(prefix, 1)
+        merge = MaskedMerge(partner=partner, moves=moves, stays=stays, size=size, num_prefix=k)
+        if self.training:
+            alive = (merge.sizes(size)[:, k:].clamp(max=1)).sum(1)
+            self.kept = (alive / self.site.grid[0] / self.site.grid[1]).mean()
+        if self.training or torch.compiler.is_compiling():
+            return Decision(merge=merge, carry=places)
+        return _compact(merge, places)
+
+    def _partners(
+        self, tokens: Tensor, hints: Hints, places: Int[Tensor, "b t"], size: Tensor
+    ) -> tuple[Float[Tensor, "b t"], Int[Tensor, "b t"]]:
+        """Each even token's most similar odd token; sides go by the original place, so that
+        removing tokens and masking them decide alike."""
+        metric = tokens if hints.keys is None else hints.keys
+        unit = torch.nn.functional.normalize(metric.float(), dim=-1)
+        scores = unit @ unit.mT
+        alive, prefix = size > 0, places < self.site.num_prefix
+        first = alive & ~prefix & (places % 2 == 0)
+        second = alive & ~prefix & (places % 2 == 1)
+        allowed = first[:, :, None] & second[:, None, :]
+        return scores.masked_fill(~allowed, -1.0).max(dim=-1)
+
+    def _gate(self, value: Tensor, threshold: Tensor, *, inclusive: bool = False) -> Tensor:
+        """One above the threshold, else zero; the gradient of a sigmoid."""
+        soft = torch.sigmoid((value - threshold) / self.config.temperature)
+        hard = (value >= threshold if inclusive else value > threshold).to(soft.dtype)
+        return hard + soft - soft.detach() if self.training else hard
+
+    def _planned(self, tokens: Tensor, hints: Hints) -> Decision:
+        k = self.site.num_prefix
+        metric = tokens if hints.keys is None else hints.keys
+        unit = torch.nn.functional.normalize(metric.float(), dim=-1)
+        _ = unit @ unit.mT  # The matching of all tokens that evaluation does.
+        match = match_most_similar(metric, tokens.shape[1] - k - hints.num_out, num_prefix=k)
+        return Decision(merge=merge_in_order(match, token_size(tokens, hints)))
+
+
+def _compact(merge: MaskedMerge, places: Int[Tensor, "b t"]) -> Decision:
+    """Remove what has size zero: tokens that live move up, shorter images are padded by size zero."""
+    size = merge.sizes(merge.size)
+    alive: Bool[Tensor, "b t"] = size > 0
+    longest = int(alive.sum(dim=1).max())
+    order = torch.argsort((~alive).to(torch.int8), dim=1, stable=True)
+    rank = torch.argsort(order, dim=1)
+    itself = torch.arange(rank.shape[1], device=rank.device)
+    destination = torch.where(merge.moves > 0.5, merge.partner, itself)
+    # A token whose destination is gone is gone itself; it has to point somewhere all the same.
+    weight = merge.size * alive.gather(1, destination)
+    assignment = rank.gather(1, destination).clamp(max=longest - 1)
+    compact = MatchedMerge(
+        assignment=assignment, weight=weight, num_places=longest, num_prefix=merge.num_prefix
+    )
+    return Decision(merge=compact, carry=places.gather(1, order[:, :longest]))

@@ -1,0 +1,50 @@
+"""ToFu: prune one of a pair early, fuse it with its norm kept later (Kim et al., 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ltm.core.matching import match_most_similar, merge_sides_apart
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site, token_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToFu(MethodConfig):
+    """ToMe's matching; the source of a pair is dropped early and fused (MLERP) later."""
+
+    switch: float = 0.5
+    """The share of the depth at which dropping gives way to fusing."""
+
+    name: ClassVar[str] = "tofu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.switch <= 1:
+            raise ValueError(f"switch: got {self.switch}; it must be between 0 and 1.")
+
+    def build(self, site: Site) -> Merger:
+        return ToFuMerger(site, prune=site.block < self.switch * site.depth)
+
+
+class ToFuMerger(Merger):
+    """The pairs of the most similar keys: the source leaves, or both become their mean direction
+    with the larger norm."""
+
+    needs = frozenset({"keys"})
+
+    def __init__(self, site: Site, *, prune: bool) -> None:
+        super().__init__(site)
+        self.prune = prune
+
+    def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        prefix = self.site.num_prefix
+        num_leaving = tokens.shape[1] - prefix - hints.num_out
+        metric = tokens if hints.keys is None else hints.keys
+        match = match_most_similar(metric, num_leaving, num_prefix=prefix)
+        size = token_size(tokens, hints)
+        merge = merge_sides_apart(match, size, prune=self.prune, keep_norm=not self.prune)
+        return Decision(merge=merge)

@@ -1,0 +1,35 @@
+"""ToMe: merge the most similar pairs of tokens, by size-weighted means (Bolya et al., 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ltm.core.matching import match_most_similar, merge_sides_apart
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site, token_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToMe(MethodConfig):
+    """Bipartite soft matching on the mean attention key, the same number of pairs in every block."""
+
+    name: ClassVar[str] = "tome"
+
+    def build(self, site: Site) -> Merger:
+        return ToMeMerger(site)
+
+
+class ToMeMerger(Merger):
+    """The pairs of the most similar keys join; nothing is learned."""
+
+    needs = frozenset({"keys"})
+
+    def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        prefix = self.site.num_prefix
+        num_leaving = tokens.shape[1] - prefix - hints.num_out
+        metric = tokens if hints.keys is None else hints.keys
+        match = match_most_similar(metric, num_leaving, num_prefix=prefix)
+        return Decision(merge=merge_sides_apart(match, token_size(tokens, hints)))
