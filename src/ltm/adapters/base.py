@@ -161,8 +161,8 @@ class Tapped(nn.Module):
 
     tap: tuple[TokenState, Any]
 
-    def forward(self, input: Tensor) -> Tensor:
-        out = super().forward(input)
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
         state, key = self.tap
         state.write(key, out)
         return out
@@ -185,7 +185,7 @@ _TAPPED: dict[type[nn.Module], type[nn.Module]] = {
 def tap_(projection: nn.Module, state: TokenState, key: Any) -> None:
     """Make a projection leave its output in the state."""
     projection.__class__ = _TAPPED[type(projection)]
-    cast(Tapped, projection).tap = (state, key)
+    cast("Tapped", projection).tap = (state, key)
 
 
 def untap_(projection: nn.Module) -> None:

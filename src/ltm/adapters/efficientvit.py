@@ -77,25 +77,27 @@ class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
         if merge is not None and not keeps_grid:
             return self.local_on_merged(merged, merge, grid)
         if merge is not None:
-            grid = cast(Site, slot.site).grid_for(grid)
+            grid = cast("Site", slot.site).grid_for(grid)
             z = tokens_to_map(merged, grid)
         if slot.last and tokens.size is not None:
             slot.state.write(POOL, tokens.size.reshape(-1, *grid))
         return self.local_module(z)
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
-        merger = cast(Merger, self.merger)
+        merger = cast("Merger", self.merger)
         found: dict[str, Tensor] = {}
         if merger.needs:
-            attention = cast(LiteMLA, self.context_module.main)
+            attention = cast("LiteMLA", self.context_module.main)
             qkv = self.slot.state.take(("qkv", self.slot.index))
             found = linear_attention_hints(attention, qkv, merger.needs)
         return merger(z, dataclasses.replace(hints, **found))
 
     def local_on_merged(self, merged: Tensor, merge: Merge, grid: Grid) -> Tensor:
-        """The local module with its 1 x 1 convolutions on merged tokens and its spatial one on the
-        restored grid, which is whole again at the end."""
-        local = cast(MBConv, self.local_module.main)
+        """The local module, its 1 x 1 convolutions on merged tokens.
+
+        The spatial convolution sees the restored grid, and at the end the grid is whole again.
+        """
+        local = cast("MBConv", self.local_module.main)
         line = (merged.shape[1], 1)
         wide = map_to_tokens(local.inverted_conv(tokens_to_map(merged, line)))
         spatial = local.depth_conv(tokens_to_map(merge.restore(wide), grid))
@@ -186,7 +188,7 @@ class EfficientViTAdapter(Adapter):
                 last=index == len(blocks) - 1,
             )
             attach_merger_(block, config, slot.site)
-            attention = cast(LiteMLA, block.context_module.main)
+            attention = cast("LiteMLA", block.context_module.main)
             attention.kernel_func = SizedKernel(attention.kernel_func, state, index)
             if block.merger is not None and block.merger.needs:
                 tap_(attention.qkv.conv, state, ("qkv", index))
@@ -201,13 +203,13 @@ class EfficientViTAdapter(Adapter):
         for _, block in efficientvit_blocks(model):
             if not isinstance(block, MergingEfficientVitBlock):
                 continue
-            attention = cast(LiteMLA, block.context_module.main)
+            attention = cast("LiteMLA", block.context_module.main)
             untap_(attention.qkv.conv)
-            attention.kernel_func = cast(SizedKernel, attention.kernel_func).kernel
+            attention.kernel_func = cast("SizedKernel", attention.kernel_func).kernel
             del block.merger, block.slot
             block.__class__ = EfficientVitBlock
         revert_model_(model, _CLASSES)
 
 
 def _width(block: EfficientVitBlock) -> int:
-    return cast(LiteMLA, block.context_module.main).proj.conv.out_channels
+    return cast("LiteMLA", block.context_module.main).proj.conv.out_channels

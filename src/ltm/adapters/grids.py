@@ -47,14 +47,17 @@ def restore_maps(
     maps: Sequence[Tensor], image: Grid, reductions: Sequence[int], *, channels_last: bool = False
 ) -> list[Tensor]:
     """Feature maps at the sizes that their strides promise."""
-    restored = []
-    for feature, reduction in zip(maps, reductions, strict=True):
-        nominal = tuple(-(-side // reduction) for side in image)
-        feature = feature.permute(0, 3, 1, 2) if channels_last else feature
-        if tuple(feature.shape[-2:]) != nominal:
-            feature = F.interpolate(feature, nominal, mode="bilinear", align_corners=False)
-        restored.append(feature.permute(0, 2, 3, 1) if channels_last else feature)
-    return restored
+
+    def restore(feature: Tensor, reduction: int) -> Tensor:
+        nominal = [-(-side // reduction) for side in image]
+        if list(feature.shape[-2:]) == nominal:
+            return feature
+        return F.interpolate(feature, nominal, mode="bilinear", align_corners=False)
+
+    if channels_last:
+        moved = [feature.permute(0, 3, 1, 2) for feature in maps]
+        return [f.permute(0, 2, 3, 1) for f in restore_maps(moved, image, reductions)]
+    return [restore(feature, r) for feature, r in zip(maps, reductions, strict=True)]
 
 
 class MergingGridModel(nn.Module):
@@ -63,9 +66,9 @@ class MergingGridModel(nn.Module):
     def forward_intermediates(
         self, x: Tensor, indices: int | list[int] | None = None, **options: Any
     ) -> Any:
-        """timm's own, with every map resampled to the size that its stride promises."""
-        info = cast(Any, self).feature_info
-        out = cast(Any, super()).forward_intermediates(x, indices, **options)
+        """Timm's own, with every map resampled to the size that its stride promises."""
+        info = cast("Any", self).feature_info
+        out = cast("Any", super()).forward_intermediates(x, indices, **options)
         taken, _ = feature_take_indices(len(info), indices)
         reductions = [info[index]["reduction"] for index in taken]
         image = (x.shape[-2], x.shape[-1])
@@ -79,8 +82,8 @@ class MergingFeatures(FeatureListNet):
 
     def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
         maps = super().forward(x)
-        reductions = cast(Any, self).feature_info.reduction()
-        last = str(cast(Any, self).output_fmt).endswith("NHWC")
+        reductions = cast("Any", self).feature_info.reduction()
+        last = str(cast("Any", self).output_fmt).endswith("NHWC")
         return restore_maps(maps, (x.shape[-2], x.shape[-1]), reductions, channels_last=last)
 
 

@@ -89,12 +89,12 @@ class MergingLayer(MergingMixin, HostBlock):
         )
         if merge is not None:
             z = patches_to_pixels(patches, self.area)
-            grid = cast(Site, slot.site).grid_for(grid) if keeps_grid else grid
+            grid = cast("Site", slot.site).grid_for(grid) if keeps_grid else grid
         slot.state.write(("grid", slot.index + 1), grid)
         return z
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
-        merger = cast(Merger, self.merger)
+        merger = cast("Merger", self.merger)
         found: dict[str, Tensor] = {}
         if merger.needs:
             qkv = self.slot.state.take(("qkv", self.slot.index))
@@ -120,7 +120,7 @@ class MergingMobileVitBlock(MobileVitBlock):
         shortcut = x
         x = self.conv_1x1(self.conv_kxk(x))
         height, width = x.shape[2:]
-        patch = cast(Grid, tuple(self.patch_size))
+        patch = cast("Grid", tuple(self.patch_size))
         grid = (-(-height // patch[0]), -(-width // patch[1]))
         whole = (grid[0] * patch[0], grid[1] * patch[1])
         stretched = whole != (height, width)
@@ -145,15 +145,14 @@ class MergingMobileVitBlock(MobileVitBlock):
 
     def follow(self, shortcut: Tensor, whole: Grid, tokens: Tokens, grid: Grid) -> Tensor:
         """The shortcut through the same masks; a map that was stretched stays stretched."""
-        patch = cast(Grid, tuple(self.patch_size))
+        patch = cast("Grid", tuple(self.patch_size))
         if tuple(shortcut.shape[2:]) != whole:
             shortcut = F.interpolate(shortcut, size=whole, mode="bilinear", align_corners=False)
         patches = pixels_to_patches(unfold(shortcut, patch), self.patch_area)
         for merge in tokens.merges:
             patches = merge.average(patches)
-        state, _, end = self.slots
-        last = self.transformer[-1].slot.last
-        if last and tokens.size is not None:
+        state, *_ = self.slots
+        if self.transformer[-1].slot.last and tokens.size is not None:
             size = tokens.size.reshape(-1, *grid)
             for dim, side in enumerate(patch, start=1):
                 size = size.repeat_interleave(side, dim=dim)
@@ -195,7 +194,7 @@ class MobileViTAdapter(Adapter):
         blocks: list[Block] = []
         runs: list[Run] = []
         for stage, ((path, host), shape) in enumerate(zip(found, shapes, strict=True)):
-            patch = cast(Grid, tuple(host.patch_size))
+            patch = cast("Grid", tuple(host.patch_size))
             grid = (-(-shape[2] // patch[0]), -(-shape[3] // patch[1]))
             first = len(blocks)
             width = host.conv_1x1.out_channels * host.patch_area

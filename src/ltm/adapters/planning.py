@@ -5,6 +5,7 @@ Everything here happens on a copy of the model on `meta`; the user's model is no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Planner:
         try:
             for module in self.shadow.modules():
                 if isinstance(module, Merger):
-                    module.count_fully_()
+                    module.activate_()
             units = self.adapter.units(self.shadow)
             with self._remembering(units) as remembered:
                 return count_macs(self.shadow, self.images) + sum(remembered)
@@ -204,7 +205,8 @@ class Planner:
 
     def _larger(self, site: Site) -> list[Grid]:
         """The grids one step less merged: the shorter side first."""
-        assert site.grid_in is not None and site.grid_out is not None
+        assert site.grid_in is not None
+        assert site.grid_out is not None
         (h, w), (most_h, most_w) = site.grid_out, site.grid_in
         step = self.layout.multiple
         taller = (min(most_h, h // step * step + step), w)
@@ -261,19 +263,12 @@ class Planner:
                     f"{grid[0]} x {grid[1]}."
                 )
             num_in, num_out = grid[0] * grid[1], out[0] * out[1]
-            sites.append(self._site(index, entry, num_in, num_out, grid, out))
+            site = self._site(index, entry, num_in, num_out)
+            sites.append(dataclasses.replace(site, grid_in=grid, grid_out=out))
             grid = out
         return tuple(sites)
 
-    def _site(
-        self,
-        block: int,
-        grid: Grid,
-        num_in: int,
-        num_out: int,
-        grid_in: Grid | None = None,
-        grid_out: Grid | None = None,
-    ) -> Site:
+    def _site(self, block: int, grid: Grid, num_in: int, num_out: int) -> Site:
         return Site(
             block=block,
             depth=len(self.layout.blocks),
@@ -283,8 +278,6 @@ class Planner:
             grid=grid,
             num_in=num_in,
             num_out=num_out,
-            grid_in=grid_in,
-            grid_out=grid_out,
         )
 
 

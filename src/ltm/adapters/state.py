@@ -55,6 +55,11 @@ class _Forward(threading.local):
     labels: Tensor | None = None
 
 
+def _recomputing() -> bool:
+    """Whether a backward pass is running, as `torch.utils.checkpoint` asks it itself."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore # noqa: PGH003, SLF001
+
+
 class TokenState:
     """Slots for one converted model, safe for forwards in several threads at once."""
 
@@ -74,13 +79,13 @@ class TokenState:
         if torch.compiler.is_compiling():
             return self._traced
         # Gradient checkpointing runs blocks again on autograd's threads, which have no slots.
-        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
+        if _recomputing():
             return self._latest
         return self._forward.slots
 
     def start(self) -> None:
         """Forget the forward before: called by the first block."""
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+        if not torch.compiler.is_compiling() and not _recomputing():
             self._forward.slots = {}
             self._latest = self._forward.slots
 

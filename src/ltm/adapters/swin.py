@@ -167,7 +167,7 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         return windows.join(self.attn(windows.cut(x), mask=windows.mask(size, x)))
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
-        merger, windows = cast(Merger, self.merger), cast(Windows, context["windows"])
+        merger, windows = cast("Merger", self.merger), cast("Windows", context["windows"])
         if merger.keeps_grid:
             return merger(z, hints)
         inside = windows.cut(z.unflatten(1, windows.grid))
@@ -221,7 +221,7 @@ class SwinAdapter(Adapter):
             for (path, block), stage in zip(found, stages, strict=True)
         )
         runs = tuple(
-            Run(block.window_area, cast(Grid, tuple(block.window_size)), (index,))
+            Run(block.window_area, cast("Grid", tuple(block.window_size)), (index,))
             for index, (_, block) in enumerate(found)
         )
         multiple = max(found[0][1].window_size)
@@ -259,7 +259,7 @@ class SwinAdapter(Adapter):
 def _convert_block_(block: SwinTransformerBlock, config: MethodConfig, slot: Slot) -> None:
     attach_merger_(block, config, slot.site)
     site = slot.site
-    window, shift = cast(Grid, tuple(block.window_size)), cast(Grid, tuple(block.shift_size))
+    window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
     if site is not None and site.grid_in is not None and config.keeps_grid():
         window, shift = _fit_window_(block, site.grid_in, slot)
     block.slot, block.window, block.shift = slot, window, shift
@@ -270,7 +270,7 @@ def _convert_block_(block: SwinTransformerBlock, config: MethodConfig, slot: Slo
 
 def _fit_window_(block: SwinTransformerBlock, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
     """A map smaller than the window is one window: the bias table stays and is indexed anew."""
-    host = cast(Grid, tuple(block.window_size))
+    host = cast("Grid", tuple(block.window_size))
     window = (min(host[0], grid[0]), min(host[1], grid[1]))
     shift = tuple(
         0 if g <= w else s for g, w, s in zip(grid, window, block.shift_size, strict=True)
@@ -285,7 +285,7 @@ def _fit_window_(block: SwinTransformerBlock, grid: Grid, slot: Slot) -> tuple[G
         attn.relative_position_index = _relative_index(window, host).to(
             attn.relative_position_index.device
         )
-    return window, cast(Grid, shift)
+    return window, cast("Grid", shift)
 
 
 def _relative_index(window: Grid, host: Grid) -> Tensor:

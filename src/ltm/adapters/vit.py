@@ -9,8 +9,7 @@ from typing import Any, ClassVar, cast
 from timm.layers.attention import Attention
 from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import Block as HostBlock
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block as HostBlock, VisionTransformer
 from torch import Tensor, nn
 
 from ltm.adapters.base import (
@@ -47,7 +46,7 @@ class MergingBlock(MergingMixin, HostBlock):
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
-        merger = cast(Merger, self.merger)
+        merger = cast("Merger", self.merger)
         found: dict[str, Tensor] = {}
         if merger.needs:
             qkv = self.slot.state.take(("qkv", self.slot.index))
@@ -61,7 +60,7 @@ def attention_hints(
     attn: nn.Module, qkv: Tensor, size: Tensor | None, needs: frozenset[str], num_prefix: int
 ) -> dict[str, Tensor]:
     """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
-    host = cast(Attention, attn)
+    host = cast("Attention", attn)
     query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
     if hasattr(host, "k_norm"):
         query, key = host.q_norm(query), host.k_norm(key)
@@ -91,17 +90,17 @@ class MergingModel(nn.Module):
     """What a converted ViT does differently as a whole: pooling, intermediates, resizing."""
 
     def _final(self) -> Tokens:
-        blocks = cast(Any, self).blocks
+        blocks = cast("Any", self).blocks
         slot: Slot = blocks[-1].slot
         return slot.state.read(slot.index + 1) or Tokens()
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Averages weigh tokens by the patches they stand for."""
-        host = cast(VisionTransformer, self)
+        host = cast("VisionTransformer", self)
         kind = host.global_pool if pool_type is None else pool_type
         size = self._final().size
         if kind not in ("avg", "avgmax") or size is None or size.shape[1] != x.shape[1]:
-            return cast(Any, super()).pool(x, pool_type)
+            return cast("Any", super()).pool(x, pool_type)
         k = 0 if host.pool_include_prefix else host.num_prefix_tokens
         share = size[:, k:] / size[:, k:].sum(dim=1, keepdim=True)
         mean = (x[:, k:] * share[..., None].to(x.dtype)).sum(dim=1)
@@ -110,11 +109,11 @@ class MergingModel(nn.Module):
     def forward_intermediates(
         self, x: Tensor, indices: int | list[int] | None = None, **options: Any
     ) -> Any:
-        """timm's own, with every intermediate spread back to the full patch grid."""
-        host = cast(VisionTransformer, self)
+        """Timm's own, with every intermediate spread back to the full patch grid."""
+        host = cast("VisionTransformer", self)
         as_map = options.pop("output_fmt", "NCHW") == "NCHW"
         grid = host.patch_embed.dynamic_feat_size(x.shape[-2:])
-        out = cast(Any, super()).forward_intermediates(x, indices, output_fmt="NLC", **options)
+        out = cast("Any", super()).forward_intermediates(x, indices, output_fmt="NLC", **options)
         taken, _ = feature_take_indices(len(host.blocks), indices)
 
         def restore(block: int, y: Tensor) -> Tensor:
@@ -230,14 +229,14 @@ def convert_block_(
     attach_merger_(block, config, slot.site)
     block.slot = slot
     if block.merger is not None and block.merger.needs:
-        tap_(cast(nn.Linear, cast(Any, block).attn.qkv), slot.state, ("qkv", slot.index))
+        tap_(cast("nn.Linear", cast("Any", block).attn.qkv), slot.state, ("qkv", slot.index))
     block.__class__ = merging
 
 
 def revert_block_(block: nn.Module, host: type[nn.Module] = HostBlock) -> None:
     """Undo `convert_block_`."""
     if isinstance(block, MergingMixin):
-        untap_(cast(Any, block).attn.qkv)
+        untap_(cast("Any", block).attn.qkv)
         del block.merger
         del block.slot
         block.__class__ = host

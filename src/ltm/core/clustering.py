@@ -5,7 +5,7 @@ Letters: `phi[i, a]` is the membership of sample i in class a, `c[a]` the centro
 """
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 

@@ -24,7 +24,7 @@ class Match:
     num_leaving: int
     num_prefix: int
     rank: Int[Tensor, "b t"] | None = None
-    """Without prefix, the place of each even token when sorted by similarity, most similar first."""
+    """Without prefix: the place of each even token when sorted by falling similarity."""
 
 
 def max_leaving(num_patches: int, num_prefix: int = 0) -> int:
@@ -108,7 +108,7 @@ def match_freely(
     num_prefix: int = 0,
     penalty: Float[Tensor, "b t"] | None = None,
 ) -> Match:
-    """Matching without fixed sides: the most redundant tokens leave, each to its nearest that stays.
+    """Matching without sides: the most redundant tokens leave, each to its nearest that stays.
 
     A token's redundancy is its largest cosine similarity to any token of larger penalty (so that of
     two alike the less protected one leaves), less its own penalty.
@@ -150,7 +150,8 @@ def merge_sides_apart(
     """The match as a Merge in ToMe's published order: prefix, even tokens that stay, odd tokens.
 
     The order is part of the method, since it decides the next block's sides. As published, even
-    tokens stay in sequence where there is a prefix and are sorted by similarity where there is none.
+    tokens stay in sequence where there is a prefix, and are sorted by similarity where there is
+    none.
     """
     position = torch.arange(match.leaves.shape[1], device=match.leaves.device)
     patch = position >= match.num_prefix

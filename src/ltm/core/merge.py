@@ -163,7 +163,7 @@ class GridMerge(Merge):
         return _beside_prefix(x, self.num_prefix, merged)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
-        """Row n of the mask is `A[n, p] / total[p]` up to a factor, so the weight itself cancels."""
+        """Row n of the mask is `A[n, p] / total[p]` up to a factor: the weight itself cancels."""
         patches = y[:, self.num_prefix :]
         rows, columns = self.rows, self.columns
         if self.normalised:

@@ -110,8 +110,13 @@ class Merger(nn.Module, ABC):
     def observe(self, merged: Float[Tensor, "b t2 c"], hints: Hints) -> None:
         """Look at what came out; only called while statistics are collected."""
 
-    def count_fully_(self) -> None:
-        """Behave as after training, for counting the cost on `meta`."""
+    @property
+    def active(self) -> bool:
+        """Whether the mask module has what it needs to do all its work."""
+        return False
+
+    def activate_(self) -> None:
+        """Do all the work that a trained mask module does."""
 
     def freeze_(self) -> None:
         """Drop what only training needs."""
@@ -132,7 +137,7 @@ _METHODS: dict[str, type[MethodConfig]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig(ABC):
-    """Settings common to all methods. How much to merge is one of three:
+    """Settings common to all methods. How much to merge is said in one of three ways.
 
     ratio: share of the original network's MACs, the method's own cost included. The default is 0.7.
     per_block: share of tokens that every block keeps (the paper's letter; it compounds).

@@ -24,7 +24,7 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site, token_
 
 @dataclass(frozen=True, kw_only=True)
 class LTMP(MethodConfig):
-    """Thresholded merging and pruning. `ratio` is met on average, once thresholds are set on data."""
+    """Thresholded merging and pruning; `ratio` is met on average, with thresholds set on data."""
 
     merge_threshold: float = 0.9
     prune_threshold: float = 0.0
@@ -99,11 +99,9 @@ class LTMPMerger(Merger):
         self.prune_threshold = nn.Parameter(torch.tensor(float(config.prune_threshold)))
         self.kept: Float[Tensor, ""] | None = None
         """Mean share of the patches that the last training forward kept; it carries gradient."""
-        self.fixed_count = False
-        """Keep the planned number of tokens: for counting MACs without data."""
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        if self.fixed_count or tokens.is_meta:
+        if tokens.is_meta:
             return self._planned(tokens, hints)
         size = token_size(tokens, hints)
         places = hints.carry
@@ -127,8 +125,10 @@ class LTMPMerger(Merger):
     def _partners(
         self, tokens: Tensor, hints: Hints, places: Int[Tensor, "b t"], size: Tensor
     ) -> tuple[Float[Tensor, "b t"], Int[Tensor, "b t"]]:
-        """Each even token's most similar odd token; sides go by the original place, so that
-        removing tokens and masking them decide alike."""
+        """Each even token's most similar odd token.
+
+        Sides go by the original place, so that removing tokens and masking them decide alike.
+        """
         metric = tokens if hints.keys is None else hints.keys
         unit = torch.nn.functional.normalize(metric.float(), dim=-1)
         scores = unit @ unit.mT
@@ -154,7 +154,7 @@ class LTMPMerger(Merger):
 
 
 def _compact(merge: MaskedMerge, places: Int[Tensor, "b t"]) -> Decision:
-    """Remove what has size zero: tokens that live move up, shorter images are padded by size zero."""
+    """Remove what has size zero; shorter images are padded by tokens of size zero."""
     size = merge.sizes(merge.size)
     alive: Bool[Tensor, "b t"] = size > 0
     longest = int(alive.sum(dim=1).max())

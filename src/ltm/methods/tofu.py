@@ -31,8 +31,10 @@ class ToFu(MethodConfig):
 
 
 class ToFuMerger(Merger):
-    """The pairs of the most similar keys: the source leaves, or both become their mean direction
-    with the larger norm."""
+    """The pairs of the most similar keys lose their source, or become one direction.
+
+    The direction is their mean, and its length the larger of their norms (MLERP).
+    """
 
     needs = frozenset({"keys"})
 

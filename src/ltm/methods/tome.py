@@ -14,7 +14,7 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site, token_
 
 @dataclass(frozen=True, kw_only=True)
 class ToMe(MethodConfig):
-    """Bipartite soft matching on the mean attention key, the same number of pairs in every block."""
+    """Bipartite soft matching on the mean attention key, as many pairs in every block."""
 
     name: ClassVar[str] = "tome"
 

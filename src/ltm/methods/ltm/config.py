@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -93,7 +94,7 @@ def _profile_share(depth: float) -> float:
     points = list(zip(PROFILE_DEPTH, PROFILE_LEAVING, strict=True))
     if depth <= points[0][0]:
         return points[0][1]
-    for (d0, s0), (d1, s1) in zip(points, points[1:], strict=False):
+    for (d0, s0), (d1, s1) in itertools.pairwise(points):
         if depth <= d1:
             return s0 + (s1 - s0) * (depth - d0) / (d1 - d0)
     return points[-1][1]

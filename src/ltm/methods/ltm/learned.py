@@ -226,7 +226,7 @@ class LearnedMerger(LTMMerger):
 
 
 def _fold_grid(merge: GridMerge) -> dict[str, Tensor]:
-    """Two normalised factors. A weight that is a product of the sides, as sizes are, goes into them."""
+    """Two normalised factors; a weight that is a product over the sides goes into them."""
     h, w = merge.grid_in
     table = merge.rows.new_ones(h, w) if merge.weight is None else merge.weight[0].reshape(h, w)
     row_weight, column_weight = table.sum(1), table.sum(0)

@@ -155,7 +155,11 @@ class LTMMerger(Merger):
         self.informative.set_statistics_(total)
         self.statistics = None
 
-    def count_fully_(self) -> None:
+    @property
+    def active(self) -> bool:
+        return self.informative is not None and self.informative.active
+
+    def activate_(self) -> None:
         if self.informative is not None:
             self.informative.active = True
 

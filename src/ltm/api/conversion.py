@@ -1,24 +1,20 @@
-"""The door: convert a model, look at it, freeze it, undo it."""
+"""Convert a model, change how much it merges, undo it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ltm.adapters import Conversion, adapter_of, select_adapter
 from ltm.adapters.planning import Planner
-from ltm.adapters.state import Record, TokenState
-from ltm.core.cost import count_macs, evaluating, meta_copy, meta_images
-from ltm.core.merge import compose_weights
+from ltm.adapters.state import TokenState
+from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.core.schedule import Grid
 from ltm.methods.base import Merger, MethodConfig, Site
-from ltm.methods.ltm.step import LTMMerger
 
 _ATTRIBUTE = "token_merging"
 
@@ -41,13 +37,13 @@ class ConversionReport:
 
     def __str__(self) -> str:
         merging = [site for site in self.sites if site.merges]
-        lines = [
+        headline = (
             f"{self.method} on {self.family}: {len(merging)} of {self.num_blocks} blocks merge, "
             f"{self.macs_before / 1e9:.3f} -> {self.macs_after / 1e9:.3f} GMACs "
             f"({self.share:.3f} of the original)"
-        ]
-        lines += [f"  block {site.block:>2}: {_tokens(site)}" for site in merging]
-        return "\n".join(lines)
+        )
+        lines = [f"  block {site.block:>2}: {_tokens(site)}" for site in merging]
+        return "\n".join([headline, *lines])
 
 
 def _tokens(site: Site) -> str:
@@ -72,14 +68,14 @@ def merge_tokens_(
             "model: it merges tokens already; use unmerge_tokens_ or set_ratio_ to change it."
         )
     adapter = select_adapter(model)
-    size = _image_size(model, image_size)
+    size = image_size_of(model, image_size)
     plan = Planner(model, adapter, config, size).plan()
     state = TokenState()
     adapter.convert_(model, config, plan.sites, state)
     conversion = Conversion(
         adapter.family, config, size, plan.sites, state, plan.macs_before, plan.macs_after
     )
-    setattr(model, _ATTRIBUTE, conversion)
+    set_conversion(model, conversion)
     return report(model)
 
 
@@ -133,6 +129,11 @@ def conversion_of(model: nn.Module) -> Conversion:
     return conversion
 
 
+def set_conversion(model: nn.Module, conversion: Conversion) -> None:
+    """Note on a model what was done to it."""
+    setattr(model, _ATTRIBUTE, conversion)
+
+
 def report(model: nn.Module) -> ConversionReport:
     """The report of a converted model."""
     done = conversion_of(model)
@@ -156,112 +157,12 @@ def token_counts(model: nn.Module) -> list[int | Grid]:
 
 def gmacs(model: nn.Module, image_size: int | tuple[int, int] | None = None) -> float:
     """Billions of multiply-adds for one image, converted or not, fused attention included."""
-    size = _image_size(model, image_size)
+    size = image_size_of(model, image_size)
     return count_macs(meta_copy(model), meta_images(size)) / 1e9
 
 
-@torch.no_grad()
-def merge_maps(model: nn.Module, images: Tensor) -> dict[int, Tensor]:
-    """By merging block, the weights of its tokens over the patches: `b n0 p`, columns sum to one.
-
-    The patches are those at the start of the block's stage.
-    """
-    with evaluating(model), watching(model) as records:
-        model(images)
-    return {
-        record.block: compose_weights(record.merges).expand(len(images), -1, -1)
-        for record in records
-        if record.decision is not None
-    }
-
-
-@contextmanager
-def watching(model: nn.Module) -> Iterator[list[Record]]:
-    """Collect what happens at every block of a converted model in the forwards inside."""
-    with conversion_of(model).state.watching() as records:
-        yield records
-
-
-@contextmanager
-def announcing(model: nn.Module, labels: Tensor | None) -> Iterator[None]:
-    """Let the mask modules see the labels of the forwards inside (`LTM(labels="true")`)."""
-    with conversion_of(model).state.announcing(labels):
-        yield
-
-
-@torch.no_grad()
-def collect_statistics_(
-    model: nn.Module,
-    loader: Iterable[Any],
-    *,
-    passes: int = 2,
-    progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda batches: batches,
-) -> int:
-    """Class centroids and Q of every site, from labels or else from the model's own predictions.
-
-    `loader` gives images, or (images, labels) with labels of -1 or None for "unknown", and can be
-    gone through twice: first for centroids, then for memberships. Returns the number of images.
-    """
-    steps = [m for _, m in mergers(model) if isinstance(m, LTMMerger) and m.informative is not None]
-    if not steps:
-        raise ValueError(
-            "model: no site keeps class statistics; they belong to LTM(weights='informative') on "
-            "a model with classes."
-        )
-    for merger in steps:
-        merger.forget_statistics_()
-    num_images = 0
-    for _ in range(passes):
-        num_images = 0
-        for batch in progress(loader):
-            num_images += _observe(model, batch)
-        if num_images == 0:
-            raise ValueError("loader: it gave no images.")
-        for merger in steps:
-            merger.take_statistics_()
-    return num_images
-
-
-def _observe(model: nn.Module, batch: Any) -> int:
-    device = next(model.parameters()).device
-    images, labels = batch if isinstance(batch, tuple | list) else (batch, None)
-    images = images.to(device)
-    with evaluating(model), watching(model) as records:
-        predictions = model(images).argmax(dim=1)
-    if labels is None:
-        labels = predictions
-    labels = labels.to(device)
-    labels = torch.where(labels >= 0, labels, predictions)
-    for record in records:
-        if record.merger is not None and record.decision is not None:
-            hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
-            record.merger.observe(record.merged, hints)
-    return len(images)
-
-
-@torch.no_grad()
-def freeze_(model: nn.Module) -> nn.Module:
-    """Make a converted model ready for deployment: constants where masks do not depend on the
-    image, nothing that only training needs. Outputs stay as they are in evaluation."""
-    done = conversion_of(model)
-    if done.frozen:
-        return model
-    parameter = next(model.parameters())
-    images = parameter.new_zeros(1, 3, *done.image_size)
-    model.eval()
-    with watching(model) as records:
-        model(images)
-    for record in records:
-        if record.merger is not None and record.decision is not None:
-            record.merger.fold_(record.decision, record.hints)
-    for _, merger in mergers(model):
-        merger.freeze_()
-        merger.requires_grad_(False)
-    setattr(model, _ATTRIBUTE, dataclasses.replace(done, frozen=True))
-    return model
-
-
-def _image_size(model: nn.Module, given: int | tuple[int, int] | None) -> tuple[int, int]:
+def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) -> tuple[int, int]:
+    """The input size that is meant: the given one, or else the model's own."""
     if given is not None:
         return (given, given) if isinstance(given, int) else (int(given[0]), int(given[1]))
     if is_merging(model):

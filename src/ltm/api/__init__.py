@@ -1,0 +1,44 @@
+"""The door: convert a model, look at it, freeze it, save it, undo it."""
+
+from ltm.adapters import Conversion
+from ltm.adapters.state import Record
+from ltm.api.conversion import (
+    ConversionReport,
+    conversion_of,
+    gmacs,
+    image_size_of,
+    is_merging,
+    merge_tokens_,
+    mergers,
+    reconvert_,
+    report,
+    set_ratio_,
+    token_counts,
+    unmerge_tokens_,
+)
+from ltm.api.deployment import freeze_, load, save
+from ltm.api.watching import announcing, collect_statistics_, merge_maps, watching
+
+__all__ = [
+    "Conversion",
+    "ConversionReport",
+    "Record",
+    "announcing",
+    "collect_statistics_",
+    "conversion_of",
+    "freeze_",
+    "gmacs",
+    "image_size_of",
+    "is_merging",
+    "load",
+    "merge_maps",
+    "merge_tokens_",
+    "mergers",
+    "reconvert_",
+    "report",
+    "save",
+    "set_ratio_",
+    "token_counts",
+    "unmerge_tokens_",
+    "watching",
+]

@@ -1,0 +1,161 @@
+"""Freeze a converted model, save it, load it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ltm.api.conversion import conversion_of, merge_tokens_, mergers, set_conversion, token_counts
+from ltm.api.watching import watching
+from ltm.methods import config_from_dict
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+@torch.no_grad()
+def freeze_(model: nn.Module) -> nn.Module:
+    """Make a converted model ready for deployment.
+
+    Masks that do not depend on the image become constants, and what only training needs is
+    dropped. Outputs stay as they are in evaluation.
+    """
+    done = conversion_of(model)
+    if done.frozen:
+        return model
+    parameter = next(model.parameters())
+    images = parameter.new_zeros(1, 3, *done.image_size)
+    model.eval()
+    with watching(model) as records:
+        model(images)
+    for record in records:
+        if record.merger is not None and record.decision is not None:
+            record.merger.fold_(record.decision, record.hints)
+    for _, merger in mergers(model):
+        merger.freeze_()
+        merger.requires_grad_(False)
+    set_conversion(model, dataclasses.replace(done, frozen=True))
+    return model
+
+
+def save(model: nn.Module, folder: str | Path) -> Path:
+    """Write a converted model as `model.safetensors` and a readable `config.json`.
+
+    The layout is that of timm on the Hugging Face hub, with one more entry, `token_merging`.
+    """
+    done = conversion_of(model)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        **_host_arguments(model),
+        "token_merging": {
+            **done.config.to_dict(),
+            "image_size": done.image_size,
+            "blocks": [site.block for site in done.sites],
+            "token_counts": token_counts(model),
+            "active": [merger.active for _, merger in mergers(model)],
+            "frozen": done.frozen,
+            "macs_before": done.macs_before,
+            "macs_after": done.macs_after,
+        },
+    }
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, default=str) + "\n")
+    return folder
+
+
+def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
+    """Read a model that `save` wrote, in evaluation mode.
+
+    timm does not remember all arguments that a model was made with: where it was made with unusual
+    ones, give a `model` made with the same. Nothing is unpickled.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    merging = dict(config["token_merging"])
+    known = {name: merging.pop(name) for name in _CONVERSION_ENTRIES}
+    method = config_from_dict(merging)
+    if model is None:
+        model = timm.create_model(config["architecture"], **config.get("model_args", {}))
+    exact = dataclasses.replace(
+        method,
+        ratio=None,
+        per_block=None,
+        counts=tuple(known["token_counts"]),
+        sites=tuple(known["blocks"]),
+    )
+    merge_tokens_(model, exact, tuple(known["image_size"]))
+    set_conversion(model, dataclasses.replace(conversion_of(model), config=method))
+    for (_, merger), active in zip(mergers(model), known["active"], strict=True):
+        if active:
+            merger.activate_()
+    if known["frozen"]:
+        freeze_(model)
+    _load_weights_(model, folder)
+    return model.eval()
+
+
+_CONVERSION_ENTRIES = (
+    "image_size",
+    "blocks",
+    "token_counts",
+    "active",
+    "frozen",
+    "macs_before",
+    "macs_after",
+)
+
+
+def _host_arguments(model: nn.Module) -> dict[str, Any]:
+    """What timm needs to make the host again."""
+    host: Any = model
+    known = dict(getattr(host, "pretrained_cfg", None) or {})
+    arguments: dict[str, Any] = {"num_classes": int(getattr(host, "num_classes", 0) or 0)}
+    patch_embed = getattr(host, "patch_embed", None)
+    if getattr(patch_embed, "img_size", None):
+        arguments["img_size"] = list(patch_embed.img_size)
+    if isinstance(getattr(host, "global_pool", None), str) and known:
+        arguments["global_pool"] = host.global_pool
+    return {
+        "architecture": known.get("architecture") or type(model).__name__,
+        "num_classes": arguments["num_classes"],
+        "model_args": arguments,
+        "pretrained_cfg": {k: v for k, v in known.items() if isinstance(v, _PLAIN)},
+    }
+
+
+_PLAIN = (str, int, float, bool, list, tuple, type(None))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"{folder}: no {CONFIG} and {WEIGHTS}, which ltm.save writes.")
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / CONFIG}: it is no JSON ({error}).") from error
+    if "token_merging" not in config:
+        raise ValueError(f"{folder / CONFIG}: no entry token_merging; ltm.save did not write it.")
+    return config
+
+
+def _load_weights_(model: nn.Module, folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    own = model.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        theirs = tuple(weights[name].shape) if name in weights else "nothing"
+        ours = tuple(own[name].shape) if name in own else "nothing"
+        if ours != theirs:
+            raise ValueError(
+                f"{folder}: {name} is {theirs} in the file and {ours} in the model; give load a "
+                "model made with the arguments of the saved one."
+            )
+    model.load_state_dict(weights)

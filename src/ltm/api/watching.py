@@ -1,0 +1,96 @@
+"""Look inside a converted model: what was merged, and class statistics of what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ltm.adapters.state import Record
+from ltm.api.conversion import conversion_of, mergers
+from ltm.core.cost import evaluating
+from ltm.core.merge import compose_weights
+from ltm.methods.ltm.step import LTMMerger
+
+
+@torch.no_grad()
+def merge_maps(model: nn.Module, images: Tensor) -> dict[int, Tensor]:
+    """By merging block, the weights of its tokens over the patches: `b n0 p`, columns sum to one.
+
+    The patches are those at the start of the block's stage.
+    """
+    with evaluating(model), watching(model) as records:
+        model(images)
+    return {
+        record.block: compose_weights(record.merges).expand(len(images), -1, -1)
+        for record in records
+        if record.decision is not None
+    }
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[list[Record]]:
+    """Collect what happens at every block of a converted model in the forwards inside."""
+    with conversion_of(model).state.watching() as records:
+        yield records
+
+
+@contextmanager
+def announcing(model: nn.Module, labels: Tensor | None) -> Iterator[None]:
+    """Let the mask modules see the labels of the forwards inside (`LTM(labels="true")`)."""
+    with conversion_of(model).state.announcing(labels):
+        yield
+
+
+@torch.no_grad()
+def collect_statistics_(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    passes: int = 2,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda batches: batches,
+) -> int:
+    """Class centroids and Q of every site, from labels or else from the model's own predictions.
+
+    `loader` gives images, or (images, labels) with labels of -1 or None for "unknown", and can be
+    gone through twice: first for centroids, then for memberships. Returns the number of images.
+    """
+    steps = [m for _, m in mergers(model) if isinstance(m, LTMMerger) and m.informative is not None]
+    if not steps:
+        raise ValueError(
+            "model: no site keeps class statistics; they belong to LTM(weights='informative') on "
+            "a model with classes."
+        )
+    for merger in steps:
+        merger.forget_statistics_()
+    num_images = 0
+    for _ in range(passes):
+        num_images = 0
+        for batch in progress(loader):
+            num_images += _observe(model, batch)
+        if num_images == 0:
+            raise ValueError("loader: it gave no images.")
+        for merger in steps:
+            merger.take_statistics_()
+    return num_images
+
+
+def _observe(model: nn.Module, batch: Any) -> int:
+    device = next(model.parameters()).device
+    images, labels = batch if isinstance(batch, tuple | list) else (batch, None)
+    images = images.to(device)
+    with evaluating(model), watching(model) as records:
+        predictions = model(images).argmax(dim=1)
+    if labels is None:
+        labels = predictions
+    labels = labels.to(device)
+    labels = torch.where(labels >= 0, labels, predictions)
+    for record in records:
+        if record.merger is not None and record.decision is not None:
+            hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
+            record.merger.observe(record.merged, hints)
+    return len(images)
