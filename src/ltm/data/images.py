@@ -2,12 +2,13 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.data import get_worker_info
 
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"}
@@ -50,6 +51,7 @@ class UnreadableImages:
             raise ValueError(f"max_unreadable is {limit}, but must not be negative")
         self.limit = limit
         self._name = name
+        self._reported: set[int] = set()
         self._flags = torch.zeros(num_images, dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:
@@ -59,16 +61,25 @@ class UnreadableImages:
         return bool(self._flags[index])
 
     def add(self, index: int, error: Exception) -> None:
-        """Report an image, and raise `UnreadableImagesError` when it is one too many."""
-        if index not in self:
-            self._flags[index] = 1
-            self.check()
-            reason = str(error) or type(error).__name__
-            warnings.warn(
-                f"skipped unreadable image {self._name(index)}: {reason}",
-                UnreadableImageWarning,
-                stacklevel=2,
-            )
+        """Note an image, and raise `UnreadableImagesError` when it is one too many.
+
+        The warning comes at once, or from a worker process later, through `report`.
+        """
+        if index in self:
+            return
+        self._flags[index] = 1
+        self.check()
+        if get_worker_info() is None:
+            self._reported.add(index)
+            _warn(self._name(index), f": {error}" if str(error) else "")
+
+    def report(self) -> None:
+        """Warn of images that worker processes have noted since the last report."""
+        if len(self) > len(self._reported):
+            for index in self._flags.nonzero().flatten().tolist():
+                if index not in self._reported:
+                    self._reported.add(index)
+                    _warn(self._name(index))
 
     def check(self) -> None:
         """Raise `UnreadableImagesError` when more images are unreadable than allowed."""
@@ -76,13 +87,34 @@ class UnreadableImages:
         if count > self.limit:
             paths = [self._name(index) for index in self._flags.nonzero().flatten().tolist()]
             raise UnreadableImagesError(
-                f"{count} unreadable images, {self.limit} allowed (max_unreadable): {_some(paths)}; "
+                f"{count} unreadable images, max_unreadable is {self.limit}: {_some(paths)}; "
                 "repair or remove them"
             )
 
 
-def _some(paths: Iterable[str], limit: int = 20) -> str:
-    paths = list(paths)
+def next_readable(
+    files: ImageFiles, unreadable: UnreadableImages, indices: Sequence[int], start: int
+) -> tuple[Image.Image, int]:
+    """Read the image at `indices[start]`, or the next readable one; return it and its index."""
+    for step in range(len(indices)):
+        file = int(indices[(start + step) % len(indices)])
+        if file in unreadable:
+            continue
+        try:
+            return files.read(file), file
+        except Exception as error:  # noqa: BLE001 - decoders raise anything on damaged bytes
+            unreadable.add(file, error)
+    raise UnreadableImagesError(
+        f"none of {len(indices)} images could be read, {files.name(int(indices[0]))} first"
+    )
+
+
+def _warn(path: str, reason: str = "") -> None:
+    message = f"skipped unreadable image {path}{reason}"
+    warnings.warn(message, UnreadableImageWarning, stacklevel=6)
+
+
+def _some(paths: Sequence[str], limit: int = 20) -> str:
     more = f" and {len(paths) - limit} more" if len(paths) > limit else ""
     return ", ".join(paths[:limit]) + more
 

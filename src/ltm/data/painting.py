@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ltm.data.scenes import Array, Clutter, Scene, SceneObject
 
 _SQRT3 = float(np.sqrt(3.0))
+_OUTLINE = 0.1  # radii that textures leave free, lest dark stripes dissolve the shape
 
 
 class Painting(NamedTuple):
@@ -156,9 +157,11 @@ def _paint_object_(canvas: Array, item: SceneObject) -> tuple[tuple[slice, slice
     dy = ((_centres(size)[rows] - item.y) / item.radius)[:, None]
     cos, sin = np.float32(np.cos(item.angle)), np.float32(np.sin(item.angle))
     u, v = cos * dx + sin * dy, cos * dy - sin * dx
-    distance = DISTANCES[item.kind](u, v) * np.float32(item.radius * size)
+    scale = np.float32(item.radius * size)
+    distance = DISTANCES[item.kind](u, v) * scale
     coverage = np.clip(0.5 - distance, 0.0, 1.0)
-    pattern = PATTERNS[item.texture](u, v, item.frequency, item.phase)
+    inner = np.clip(0.5 - distance - _OUTLINE * scale, 0.0, 1.0)
+    pattern = inner * PATTERNS[item.texture](u, v, item.frequency, item.phase)
     change = item.second_colour - item.colour
     colours = item.colour[:, None, None] + change[:, None, None] * pattern
     part = canvas[:, rows, columns]

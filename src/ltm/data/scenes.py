@@ -17,7 +17,7 @@ _CELLS = (4, 12)  # cells a side of the two octaves of background clutter
 _PLACEMENT_TRIES = 12
 _MAX_ANGLE = 0.4  # radians, either way
 
-Array = NDArray[np.float32]
+Array = NDArray[np.floating]
 
 
 @dataclass(frozen=True, kw_only=True)

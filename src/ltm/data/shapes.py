@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 
+from ltm.data.masks import encode_counts
 from ltm.data.painting import Painting, paint
 from ltm.data.scenes import class_names, draw_scene
+from ltm.data.targets import boxes_of, make_target
 
 _SPLITS = {"train": 0, "val": 1, "test": 2}
 _TASKS = {"classification": 0, "detection": 1, "examples": 2}
@@ -25,6 +26,7 @@ _SMALL_RADII = (0.1, 0.2)
 _MAX_CACHED_BYTES = 256 * 2**20
 
 Transform = Callable[[Image.Image], Any]
+JointTransform = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
 class Picture(NamedTuple):
@@ -123,7 +125,7 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         *,
         max_objects: int = 4,
         empty_ratio: float = 0.05,
-        transforms: Callable[..., Any] | None = None,
+        transforms: JointTransform | None = None,
     ) -> None:
         self.class_names = class_names(num_classes)
         self.split = _known_split(split)
@@ -146,13 +148,33 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         """Return the COCO category of each label, from label 1 on."""
         return tuple(range(1, self.num_classes + 1))
 
+    @property
+    def image_ids(self) -> tuple[int, ...]:
+        """Return the images' ids in `coco_dict`."""
+        return tuple(range(self.num_images))
+
+    def with_transforms(self, transforms: JointTransform | None) -> "ShapesDetection":
+        """Return the same images under other transforms."""
+        changed = copy(self)
+        changed.transforms = transforms
+        return changed
+
     def __len__(self) -> int:
         return self.num_images
 
     def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
         painting, labels = self.paint(index)
         image = tv_tensors.Image(torch.from_numpy(painting.image))
-        target = self._target(index, torch.from_numpy(painting.masks), labels)
+        masks = torch.from_numpy(painting.masks)
+        target = make_target(
+            boxes=boxes_of(masks),
+            labels=torch.tensor(labels, dtype=torch.int64) + 1,
+            masks=masks,
+            area=masks.sum((1, 2)),
+            iscrowd=torch.zeros(len(labels)),
+            image_id=index,
+            size=(self.image_size, self.image_size),
+        )
         return (image, target) if self.transforms is None else self.transforms(image, target)
 
     def paint(self, index: int) -> tuple[Painting, list[int]]:
@@ -165,33 +187,43 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         scene = draw_scene(rng, labels, _SMALL_RADII)
         painting = paint(scene, self.image_size)
         # On images of a few pixels a shape can vanish; an object without pixels is none.
-        seen = painting.masks.any((1, 2))
-        kept = [item.label for item, visible in zip(scene.objects, seen, strict=True) if visible]
+        seen = np.flatnonzero(painting.masks.any((1, 2)))
+        kept = [scene.objects[place].label for place in seen]
         return Painting(painting.image, painting.masks[seen]), kept
 
-    def _target(self, index: int, masks: Tensor, labels: list[int]) -> dict[str, Any]:
-        size = (self.image_size, self.image_size)
+    def coco_dict(self) -> dict[str, Any]:
+        """Return the annotations in COCO's format, masks as run lengths, for evaluators."""
+        annotations: list[dict[str, Any]] = []
+        for index in range(self.num_images):
+            painting, labels = self.paint(index)
+            boxes = boxes_of(torch.from_numpy(painting.masks))
+            boxes[:, 2:] -= boxes[:, :2]
+            annotations += [
+                {
+                    "id": len(annotations) + 1 + place,
+                    "image_id": index,
+                    "category_id": label + 1,
+                    "bbox": boxes[place].tolist(),
+                    "area": int(painting.masks[place].sum()),
+                    "iscrowd": 0,
+                    "segmentation": {
+                        "size": [self.image_size, self.image_size],
+                        "counts": encode_counts(painting.masks[place]),
+                    },
+                }
+                for place, label in enumerate(labels)
+            ]
+        side = {"width": self.image_size, "height": self.image_size}
+        names = zip(self.category_ids, self.class_names, strict=True)
         return {
-            "boxes": tv_tensors.BoundingBoxes(boxes_of(masks), format="XYXY", canvas_size=size),  # pyright: ignore[reportCallIssue, reportArgumentType]
-            "labels": torch.tensor(labels, dtype=torch.int64) + 1,
-            "masks": tv_tensors.Mask(masks.to(torch.uint8)),
-            "image_id": torch.tensor(index),
-            "area": masks.sum((1, 2)).float(),
-            "iscrowd": torch.zeros(len(labels), dtype=torch.int64),
-            "orig_size": torch.tensor(size),
+            "info": {"description": "generated shapes"},
+            "images": [
+                {"id": index, "file_name": f"{index:06d}.png", **side}
+                for index in range(self.num_images)
+            ],
+            "categories": [{"id": number, "name": name} for number, name in names],
+            "annotations": annotations,
         }
-
-
-def boxes_of(masks: Tensor) -> Tensor:
-    """Return the tight box (x0, y0, x1, y1) around each of n masks (n x H x W, none empty)."""
-    if len(masks) == 0:
-        return torch.zeros(0, 4)
-    edges = []
-    for profile in (masks.any(1), masks.any(2)):
-        inside = profile.to(torch.uint8)
-        edges.append((inside.argmax(1), profile.shape[1] - inside.flip(1).argmax(1)))
-    (left, right), (top, bottom) = edges
-    return torch.stack((left, top, right, bottom), 1).float()
 
 
 def example_pictures(num_pictures: int = 6, image_size: int = 256, seed: int = 0) -> list[Picture]:
@@ -207,6 +239,18 @@ def example_pictures(num_pictures: int = 6, image_size: int = 256, seed: int = 0
         pixels = paint(scene, image_size).image.transpose(1, 2, 0)
         pictures.append(Picture(shown, Image.fromarray(np.ascontiguousarray(pixels))))
     return pictures
+
+
+def shapes_options(source: str, defaults: dict[str, int]) -> dict[str, int]:
+    """Read a source such as "shapes:size=64,seed=1": whole numbers, by known names."""
+    options = dict(defaults)
+    for option in filter(None, source.partition(":")[2].split(",")):
+        name, _, value = option.partition("=")
+        if name not in options or not value.isdecimal():
+            known = ",".join(f"{known}={default}" for known, default in defaults.items())
+            raise ValueError(f"{option!r} is no option of generated shapes; write shapes:{known}")
+        options[name] = int(value)
+    return options
 
 
 def _generator(seed: int, task: str, split: str, index: int) -> np.random.Generator:

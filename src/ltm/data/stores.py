@@ -1,4 +1,4 @@
-"""Read members of a .zip archive in place, from any number of processes and threads."""
+"""Files by name, in a folder or a .zip archive, for any number of processes and threads."""
 
 import os
 import struct
@@ -7,7 +7,9 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+_SIGNATURE = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and the extra field
 
 
@@ -19,8 +21,53 @@ class _Member:
     checksum: int
 
 
-class ZipArchive:
-    """An archive whose directory is read once, whose members are read by offset.
+class FileStore(Protocol):
+    """Where files are: names are relative, with "/" between their parts."""
+
+    path: Path
+
+    def names(self) -> list[str]:
+        """Return the names of all files, and of folders, which end in "/"."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content."""
+        ...
+
+
+def open_store(source: str | Path) -> FileStore | None:
+    """Open a folder or a .zip archive; None if the source is neither."""
+    path = Path(source)
+    if path.is_dir():
+        return FolderStore(path)
+    if path.is_file() and path.suffix.lower() == ".zip":
+        return ZipStore(path)
+    return None
+
+
+class FolderStore:
+    """A folder on disk, links followed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def names(self) -> list[str]:
+        """Return the names of all files and folders within."""
+        found: list[str] = []
+        for where, folders, files in os.walk(self.path, followlinks=True):
+            inside = Path(where).relative_to(self.path).as_posix()
+            prefix = "" if inside == "." else f"{inside}/"
+            found.extend(f"{prefix}{name}/" for name in folders)
+            found.extend(prefix + name for name in files)
+        return found
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content."""
+        return (self.path / name).read_bytes()
+
+
+class ZipStore:
+    """A .zip archive: the directory is read once, members by their offset, without unpacking.
 
     Reads carry their own position, so processes and threads may share the one open file, and
     workers need not parse the directory again (a large one takes seconds and much memory).
@@ -38,18 +85,15 @@ class ZipArchive:
         self._open()
 
     def names(self) -> list[str]:
-        """Return all members' names, folders (ending in "/") among them."""
+        """Return the names of all members; folders need not be among them."""
         return list(self._members)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._members
 
     def read(self, name: str) -> bytes:
         """Return a member's content; raise `ValueError` when it is damaged."""
         member = self._members[name]
         header = os.pread(self._file, _LOCAL_HEADER.size, member.offset)
         signature, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-        if signature != zipfile.stringFileHeader:
+        if signature != _SIGNATURE:
             raise ValueError("damaged archive: no member where the directory says")
         start = member.offset + _LOCAL_HEADER.size + name_length + extra_length
         data = os.pread(self._file, member.size, start)

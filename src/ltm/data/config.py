@@ -1,0 +1,134 @@
+"""Settings of data and augmentation: frozen values for the command line and YAML alike."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which images, and how they reach the network."""
+
+    source: str = "shapes"
+    """A folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated)."""
+    train_split: str = "train"
+    """Split to train on."""
+    val_split: str = "val"
+    """Split to evaluate on."""
+    holdout_ratio: float = 0.1
+    """Share of each class held out for validation where the training data are not split."""
+    image_size: int | None = None
+    """Side of the network's input in pixels; by default what the model was made for."""
+    crop_ratio: float | None = None
+    """Evaluation crop as a share of the resized side; by default the model's (1 for shapes)."""
+    interpolation: str | None = None
+    """bicubic, bilinear or nearest; by default the model's."""
+    mean: tuple[float, float, float] | None = None
+    """Mean of the normalisation, of values from 0 to 1; by default the model's."""
+    std: tuple[float, float, float] | None = None
+    """Standard deviation of the normalisation; by default the model's."""
+    batch_size: int = 64
+    """Images per batch and process."""
+    workers: int = 2
+    """Loader processes per training process; 0 loads in the process itself."""
+    shuffle_buffer: int = 1000
+    """Images each worker holds to shuffle tar shards."""
+    max_unreadable: int = 10
+    """Unreadable images to skip before the run stops."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything is opened."""
+        _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        _require(self.workers >= 0, "workers", self.workers, "not negative")
+        _require(self.shuffle_buffer >= 1, "shuffle_buffer", self.shuffle_buffer, "at least 1")
+        _require(self.max_unreadable >= 0, "max_unreadable", self.max_unreadable, "not negative")
+        ratio = self.holdout_ratio
+        _require(0.0 <= ratio < 1.0, "holdout_ratio", ratio, "at least 0 and below 1")
+        crop = self.crop_ratio
+        _require(crop is None or 0.0 < crop <= 1.0, "crop_ratio", crop, "above 0 and at most 1")
+        size = self.image_size
+        _require(size is None or size >= 1, "image_size", size, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """How training images are varied; the defaults are DeiT's."""
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Share of the image's area that a random crop covers."""
+    ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Aspect ratio of a random crop."""
+    hflip: float = 0.5
+    """Probability of a horizontal flip."""
+    color_jitter: float = 0.4
+    """Strength of colour jitter; unused where auto_augment is set."""
+    auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    """timm's name of an augmentation policy, such as RandAugment's."""
+    erase: float = 0.25
+    """Probability of random erasing."""
+    mixup: float = 0.8
+    """Mixup's alpha; 0 switches it off."""
+    cutmix: float = 1.0
+    """CutMix's alpha; 0 switches it off."""
+    mix_prob: float = 1.0
+    """Probability that a batch is mixed at all."""
+    switch_prob: float = 0.5
+    """Probability of CutMix instead of Mixup where both are on."""
+    smoothing: float = 0.1
+    """Label smoothing."""
+    repeats: int = 1
+    """How often each drawn image is repeated, augmented differently; DeiT uses 3."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("hflip", "erase", "mix_prob", "switch_prob"):
+            value = getattr(self, name)
+            _require(0.0 <= value <= 1.0, name, value, "from 0 to 1")
+        for name in ("mixup", "cutmix", "color_jitter"):
+            value = getattr(self, name)
+            _require(value >= 0.0, name, value, "not negative")
+        _require(0.0 <= self.smoothing < 1.0, "smoothing", self.smoothing, "at least 0 and below 1")
+        _require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+
+    @property
+    def varies(self) -> bool:
+        """Say whether single images are varied at all."""
+        crops = self.scale != (1.0, 1.0) or self.ratio != (1.0, 1.0)
+        changes = self.hflip or self.color_jitter or self.auto_augment or self.erase
+        return crops or bool(changes)
+
+    @property
+    def mixes(self) -> bool:
+        """Say whether batches are mixed."""
+        return self.mix_prob > 0.0 and (self.mixup > 0.0 or self.cutmix > 0.0)
+
+    @classmethod
+    def light(cls) -> "AugmentConfig":
+        """Return mild settings, for fine-tuning and for small data: crops and flips only."""
+        return cls(
+            scale=(0.6, 1.0),
+            color_jitter=0.0,
+            auto_augment=None,
+            erase=0.0,
+            mixup=0.0,
+            cutmix=0.0,
+            smoothing=0.0,
+        )
+
+    @classmethod
+    def none(cls) -> "AugmentConfig":
+        """Return settings that leave images as evaluation sees them."""
+        return cls(
+            scale=(1.0, 1.0),
+            ratio=(1.0, 1.0),
+            hflip=0.0,
+            color_jitter=0.0,
+            auto_augment=None,
+            erase=0.0,
+            mixup=0.0,
+            cutmix=0.0,
+            smoothing=0.0,
+        )
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value}, but must be {allowed}")

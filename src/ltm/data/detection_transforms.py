@@ -1,0 +1,68 @@
+"""Transforms of image, boxes and masks together, on `torchvision.transforms.v2`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from ltm.data.shapes import JointTransform
+
+_PADDING = (124, 116, 104)  # ImageNet's mean colour, as SSD pads
+
+
+def detection_transforms(
+    training: bool,
+    size: int | tuple[int, int] | None = None,
+    *,
+    crops: bool = True,
+    photometric: bool = True,
+    hflip: float = 0.5,
+    min_box_size: float = 1.0,
+) -> JointTransform:
+    """Prepare images (floats from 0 to 1) and targets for torchvision's detectors.
+
+    Args:
+        training: Whether to vary images; evaluation only resizes.
+        size: Side, or height and width, to resize to; None leaves that to the detector.
+        crops: SSD's zooming out and crops around objects; Mask R-CNN trains without.
+        photometric: Random brightness, contrast, saturation and hue.
+        hflip: Probability of a horizontal flip.
+        min_box_size: Boxes smaller than this many pixels after all that are dropped.
+    """
+    steps: list[nn.Module] = []
+    if training:
+        steps += [v2.RandomPhotometricDistort()] if photometric else []
+        if crops:
+            steps += [v2.RandomZoomOut(fill=_PADDING), v2.RandomIoUCrop()]
+        steps += [v2.RandomHorizontalFlip(hflip)] if hflip else []
+    if size is not None:
+        sides = (size, size) if isinstance(size, int) else size
+        steps.append(v2.Resize(sides, antialias=True))
+    steps += [
+        v2.ClampBoundingBoxes(),
+        v2.SanitizeBoundingBoxes(min_size=min_box_size, labels_getter=_per_object),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.ToPureTensor(),
+        _MeasureArea(),
+    ]
+    return v2.Compose(steps)
+
+
+def _per_object(inputs: Any) -> Sequence[Tensor]:
+    """Return what has a row per object besides boxes and masks, to be dropped with them."""
+    target = inputs[-1]
+    return tuple(target[name] for name in ("labels", "area", "iscrowd"))
+
+
+class _MeasureArea(nn.Module):
+    """Bring areas up to date with the transformed boxes or masks."""
+
+    def forward(self, image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if "masks" in target:
+            area = target["masks"].sum((1, 2)).float()
+        else:
+            boxes = target["boxes"]
+            area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+        return image, {**target, "area": area}

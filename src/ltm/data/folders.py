@@ -1,0 +1,210 @@
+"""Class folders, on disk or in a .zip archive: which images there are, and of which class."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import numpy as np
+from PIL import Image
+
+from ltm.data.images import EXTENSIONS, decode
+from ltm.data.stores import FileStore
+
+_SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "test": "test",
+}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Paths relative to a root, with "/" between their parts: images, and all folders."""
+
+    where: str
+    images: tuple[str, ...]
+    folders: frozenset[str]
+
+
+@dataclass(frozen=True)
+class LabelledPaths:
+    """The images of one split, their labels, and the classes' names; `split` is "all" if none."""
+
+    paths: tuple[str, ...]
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    split: str
+
+
+class StoredImages:
+    """Images of a folder or an archive."""
+
+    def __init__(self, store: FileStore, paths: Sequence[str]) -> None:
+        self._store = store
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def name(self, index: int) -> str:
+        """Return the path to show a user."""
+        return f"{self._store.path}/{self._paths[index]}"
+
+    def read(self, index: int) -> Image.Image:
+        """Return the decoded image."""
+        return decode(self._store.read(self._paths[index]))
+
+
+def list_images(store: FileStore) -> Listing:
+    """List a store's images and folders; archives need not mention folders by themselves."""
+    names = [name for name in store.names() if _visible(name)]
+    images = [name for name in names if PurePosixPath(name).suffix.lower() in EXTENSIONS]
+    folders = {name.rstrip("/") for name in names if name.endswith("/")}
+    for name in names:
+        folders.update(str(parent) for parent in PurePosixPath(name).parents if parent.name)
+    files = tuple(sorted(name for name in images if not name.endswith("/")))
+    return Listing(str(store.path), files, frozenset(folders))
+
+
+def _visible(path: str) -> bool:
+    """Leave out hidden files and what macOS adds to archives."""
+    return not any(part.startswith((".", "__MACOSX")) for part in path.split("/"))
+
+
+def label_paths(listing: Listing, split: str, holdout_ratio: float = 0.0) -> LabelledPaths:
+    """Choose a split and label its images by their class folder.
+
+    Class folders lie in split folders (`train`, `val`, `test`) or directly in the root; one folder
+    around everything is tolerated. Without split folders every split is the whole data set, or,
+    given a hold-out ratio, "val" is that share of each class and "train" is the rest.
+    """
+    root = _class_root(listing)
+    splits = _split_folders(listing, root)
+    if not splits:
+        labelled = _label(listing, root, _class_folders(listing, root), "all")
+        return _hold_out(labelled, split, holdout_ratio) if holdout_ratio else labelled
+    wanted = _SPLIT_NAMES.get(split, split)
+    if wanted not in splits:
+        raise ValueError(
+            f"{listing.where} has no split {split!r}; choose from {', '.join(sorted(splits))}"
+        )
+    # The training classes define the labels, so that a class missing elsewhere shifts nothing.
+    classes = _class_folders(listing, splits.get("train", splits[wanted]))
+    return _label(listing, splits[wanted], classes, wanted)
+
+
+def _class_root(listing: Listing) -> str:
+    """Step into a folder that merely wraps the data set."""
+    root = ""
+    while True:
+        children = _children(listing, root)
+        if len(children) != 1 or _images_directly_in(listing, root):
+            return root
+        only = children[0]
+        inner = f"{root}{only}/"
+        if only in _SPLIT_NAMES or not _children(listing, inner):
+            return root
+        if _images_directly_in(listing, inner):
+            return root
+        root = inner
+
+
+def _children(listing: Listing, root: str) -> list[str]:
+    """Return the names of the folders directly in `root` ("" or ending in "/")."""
+    inside = (name[len(root) :] for name in listing.folders if name.startswith(root))
+    return sorted(name for name in inside if name and "/" not in name)
+
+
+def _images_directly_in(listing: Listing, root: str) -> bool:
+    return any(name.startswith(root) and "/" not in name[len(root) :] for name in listing.images)
+
+
+def _split_folders(listing: Listing, root: str) -> dict[str, str]:
+    """Find split folders: so named, and holding class folders (a class may be named "train")."""
+    found = {}
+    for name in set(_children(listing, root)) & set(_SPLIT_NAMES):
+        inner = f"{root}{name}/"
+        if _children(listing, inner) and not _images_directly_in(listing, inner):
+            found[_SPLIT_NAMES[name]] = inner
+    return found
+
+
+def _class_folders(listing: Listing, root: str) -> list[str]:
+    where = f"{listing.where}/{root}".rstrip("/")
+    folders = _children(listing, root)
+    if not folders:
+        raise ValueError(
+            f"{where} has no class folders; put the images of each class into a folder of its own"
+        )
+    return folders
+
+
+def _label(listing: Listing, root: str, classes: list[str], split: str) -> LabelledPaths:
+    where = f"{listing.where}/{root}".rstrip("/")
+    by_class = defaultdict(list)
+    for path in listing.images:
+        if path.startswith(root) and "/" in path[len(root) :]:
+            by_class[path[len(root) :].split("/", 1)[0]].append(path)
+    if not by_class:
+        raise ValueError(f"{where} has class folders but no images in them; check the path")
+    _refuse_unknown_classes(where, by_class, classes)
+    _refuse_empty_classes(where, _children(listing, root), by_class)
+    names, label_of = _number_classes(classes)
+    ordered = sorted(by_class, key=label_of.__getitem__)
+    paths = tuple(path for name in ordered for path in by_class[name])
+    counts = [len(by_class[name]) for name in ordered]
+    labels = np.repeat(np.array([label_of[name] for name in ordered], dtype=np.int64), counts)
+    return LabelledPaths(paths, labels, names, split)
+
+
+def _refuse_unknown_classes(where: str, found: Iterable[str], classes: list[str]) -> None:
+    unknown = sorted(set(found) - set(classes))
+    if unknown:
+        raise ValueError(
+            f"{where} has classes that the training images lack: {', '.join(unknown)}; "
+            "remove them or add training images"
+        )
+
+
+def _refuse_empty_classes(where: str, folders: list[str], found: Iterable[str]) -> None:
+    empty = sorted(set(folders) - set(found))
+    if empty:
+        raise ValueError(
+            f"{where} has class folders without images: {', '.join(empty)}; "
+            "remove them or add images"
+        )
+
+
+def _number_classes(classes: list[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Number classes in order of their names; names that are indices (0000, 0001) are kept."""
+    if not all(name.isdecimal() for name in classes):
+        return tuple(classes), {name: label for label, name in enumerate(classes)}
+    ordered = sorted(classes, key=int)
+    padded = len({len(name) for name in classes}) == 1 and any(name[0] == "0" for name in classes)
+    complete = [int(name) for name in ordered] == list(range(len(ordered)))
+    if not (padded or complete):
+        return tuple(ordered), {name: label for label, name in enumerate(ordered)}
+    width = len(ordered[0]) if padded else 0
+    names = tuple(f"{label:0{width}d}" for label in range(int(ordered[-1]) + 1))
+    return names, {name: int(name) for name in ordered}
+
+
+def _hold_out(labelled: LabelledPaths, split: str, ratio: float) -> LabelledPaths:
+    """Hold out evenly spread images of every class that has at least two."""
+    if not 0.0 < ratio < 1.0:
+        raise ValueError(f"holdout_ratio is {ratio}, but must be between 0 and 1")
+    wanted = _SPLIT_NAMES.get(split, split)
+    if wanted not in ("train", "val"):
+        raise ValueError(f"a hold-out has no split {split!r}; choose from train, val")
+    held = np.zeros(len(labelled.labels), dtype=bool)
+    for label in np.unique(labelled.labels):
+        members = np.flatnonzero(labelled.labels == label)
+        count = min(max(round(len(members) * ratio), 1), len(members) - 1)
+        held[members[(np.arange(count) * len(members)) // max(count, 1)]] = True
+    chosen = held if wanted == "val" else ~held
+    paths = tuple(path for path, keep in zip(labelled.paths, chosen, strict=True) if keep)
+    return LabelledPaths(paths, labelled.labels[chosen], labelled.class_names, wanted)

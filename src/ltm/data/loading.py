@@ -1,0 +1,275 @@
+"""Batches for networks: deterministic, on the device, with the next one under way."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from timm.data.loader import PrefetchLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ltm.data.classification import LabelledImages
+from ltm.data.config import AugmentConfig, DataConfig
+from ltm.data.images import UnreadableImages, UnreadableImagesError
+from ltm.data.sampling import Draw, EvaluationSampler, TrainingSampler, random_numbers_of
+from ltm.data.shards import TarShards
+from ltm.data.streaming import ShardStream
+from ltm.data.transforms import ImageSpec, evaluation_transform, training_transform
+
+_UNCHANGED = ImageSpec(mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
+_PREFETCHED_BATCHES = 4  # per worker
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+class Batch(NamedTuple):
+    """Images (b c h w), normalised, and class indices (b), on the device."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class Loader:
+    """Batches of one process's share of a data set, the same ones whenever an epoch comes again.
+
+    Call `set_epoch` before each training epoch; a resumed run needs nothing else. Images that
+    workers could not read are reported here, in the main process, once each.
+    """
+
+    def __init__(
+        self,
+        batches: "_Normalised | _Moved",
+        dataset: Any,
+        order: TrainingSampler | EvaluationSampler | ShardStream,
+    ) -> None:
+        self.dataset = dataset
+        self._batches = batches
+        self._order = order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order and random numbers come next."""
+        if not isinstance(self._order, EvaluationSampler):
+            self._order.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        unreadable: UnreadableImages | None = getattr(self.dataset, "unreadable", None)
+        if unreadable is None:
+            yield from self._batches
+            return
+        try:
+            for batch in self._batches:
+                unreadable.report()
+                yield batch
+        except UnreadableImagesError:
+            unreadable.check()  # the same error, without a worker's traceback in its message
+            raise
+
+
+def build_loader(
+    dataset: LabelledImages | Dataset[Any],
+    *,
+    batch_size: int,
+    workers: int = 0,
+    training: bool = False,
+    seed: int = 0,
+    spec: ImageSpec | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    rank: int = 0,
+    world_size: int = 1,
+    shuffle: bool = True,
+    repeats: int = 1,
+    shuffle_buffer: int = 1000,
+    collate: Collate | None = None,
+) -> Loader:
+    """Load batches of this process's share of a data set.
+
+    Training takes shuffled images in whole batches, as many for each process; evaluation takes
+    every image once, in order. Evaluation shares may be uneven: reduce sums, not means.
+
+    Args:
+        dataset: Items `(image, label)`; or anything, with a `collate` of its own.
+        batch_size: Images per batch and process.
+        workers: Loader processes; 0 loads in this one. The same batches come out either way.
+        training: Whether to shuffle, to seed random transforms, and to drop a short last batch.
+        seed: Decides, with the epoch, the order and the random transforms.
+        spec: The normalisation of 8-bit images, done on the device; None passes images on as
+            they are, in `dtype`.
+        device: Where batches go. For CUDA, memory is pinned and the copy overlaps computation.
+        dtype: Type of the images on the device.
+        rank: This process's number among `world_size`.
+        world_size: Number of processes that share the data set.
+        shuffle: Whether training shuffles.
+        repeats: How often training repeats each image it draws (repeated augmentation).
+        shuffle_buffer: Images per worker to shuffle among; for tar shards only.
+        collate: Makes a batch of a list of items; batches are then moved to the device as they
+            are, tensors in lists, tuples and dicts included.
+    """
+    device = torch.device(device)
+    place = {"seed": seed, "rank": rank, "world_size": world_size}
+    if isinstance(dataset, TarShards):
+        if repeats > 1:
+            raise ValueError(
+                "tar shards are read in sequence and cannot be repeated; use repeats=1"
+            )
+        order = items = ShardStream(
+            dataset,
+            batch_size=batch_size,
+            training=training,
+            shuffle_buffer=shuffle_buffer if shuffle else 1,
+            **place,
+        )
+    elif training:
+        order = TrainingSampler(dataset, shuffle=shuffle, repeats=repeats, **place)  # pyright: ignore[reportArgumentType]
+        items = _SeededItems(dataset)
+    else:
+        order = EvaluationSampler(dataset, rank=rank, world_size=world_size)  # pyright: ignore[reportArgumentType]
+        items = dataset
+    batches = DataLoader(
+        items,
+        batch_size=batch_size,
+        sampler=None if isinstance(order, ShardStream) else order,
+        num_workers=workers,
+        drop_last=training,
+        collate_fn=collate or (_collate if spec is None else _collate_bytes),
+        pin_memory=device.type == "cuda" and torch.cuda.is_available(),
+        persistent_workers=workers > 0,
+        prefetch_factor=_PREFETCHED_BATCHES if workers else None,
+        # Its own, so that starting an epoch leaves the global generator alone.
+        generator=torch.Generator().manual_seed(seed),
+    )
+    if training and len(batches) == 0:
+        raise ValueError(
+            f"{len(order)} images for each process do not fill a batch of {batch_size}; "
+            "use a smaller batch_size or more images"
+        )
+    if collate is not None:
+        return Loader(_Moved(batches, device), dataset, order)
+    return Loader(_Normalised(batches, spec or _UNCHANGED, device, dtype), dataset, order)
+
+
+def training_loader(
+    dataset: LabelledImages,
+    spec: ImageSpec,
+    config: DataConfig,
+    augment: AugmentConfig,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    world_size: int = 1,
+) -> Loader:
+    """Load a data set for training, augmented; Mixup is `transforms.BatchMixup`'s, afterwards."""
+    return build_loader(
+        dataset.with_transform(training_transform(spec, augment)),
+        batch_size=config.batch_size,
+        workers=config.workers,
+        training=True,
+        seed=seed,
+        spec=spec,
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        repeats=augment.repeats,
+        shuffle_buffer=config.shuffle_buffer,
+    )
+
+
+def evaluation_loader(
+    dataset: LabelledImages,
+    spec: ImageSpec,
+    config: DataConfig,
+    *,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    world_size: int = 1,
+) -> Loader:
+    """Load a data set for evaluation: every image once, resized and cropped as timm does."""
+    return build_loader(
+        dataset.with_transform(evaluation_transform(spec)),
+        batch_size=config.batch_size,
+        workers=config.workers,
+        spec=spec,
+        device=device,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+class _SeededItems(Dataset[Any]):
+    """Items of a data set whose random transforms depend on the draw's key alone."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, draw: Draw) -> Any:
+        with random_numbers_of(draw.key):
+            return self._dataset[draw.index]
+
+
+class _Normalised:
+    """`Batch`es, moved to the device by timm's prefetcher and normalised there."""
+
+    def __init__(
+        self,
+        batches: DataLoader[Any],
+        spec: ImageSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._batches = PrefetchLoader(
+            batches, mean=spec.mean, std=spec.std, device=device, img_dtype=dtype
+        )
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for images, labels in self._batches:
+            yield Batch(images, labels)
+
+
+class _Moved:
+    """Batches of any form, moved to the device as they are."""
+
+    def __init__(self, batches: DataLoader[Any], device: torch.device) -> None:
+        self._batches = batches
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            yield to_device(batch, self._device)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move all tensors within lists, tuples and dicts; leave everything else."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {name: to_device(part, device) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(part, device) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(part, device) for part in value)
+    return value
+
+
+def _collate(items: Sequence[Any]) -> Any:
+    if not isinstance(items[0][0], Tensor):
+        raise TypeError(
+            f"images are {type(items[0][0]).__name__}; give the data set a transform to tensors"
+        )
+    return default_collate(list(items))
+
+
+def _collate_bytes(items: Sequence[Any]) -> Any:
+    image = items[0][0]
+    if isinstance(image, Tensor) and image.dtype != torch.uint8:
+        raise TypeError(f"images are {image.dtype} but would be normalised; use 8-bit or no spec")
+    return _collate(items)
