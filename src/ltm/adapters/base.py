@@ -7,7 +7,8 @@ the block gains one child, `merger`. Undoing swaps the class back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -119,7 +120,7 @@ class MergingMixin(nn.Module):
         slot, site, merger = self.slot, self.slot.site, self.merger
         hints = Hints(num_out=z.shape[1], size=tokens.size)
         decision, merged = None, z
-        if site is not None and merger is not None:
+        if site is not None and merger is not None and slot.state.merging:
             num_patches = z.shape[1] - site.num_prefix
             grid_out = None if grid is None else site.grid_for(grid)
             num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
@@ -183,8 +184,11 @@ _TAPPED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def tap_(projection: nn.Module, state: TokenState, key: Any) -> None:
-    """Make a projection leave its output in the state."""
-    projection.__class__ = _TAPPED[type(projection)]
+    """Make a projection leave its output in the state, whatever its class (LoRA's, for example)."""
+    host = type(projection)
+    if host not in _TAPPED:
+        _TAPPED[host] = type(f"Tapped{host.__name__}", (Tapped, host), {})
+    projection.__class__ = _TAPPED[host]
     cast("Tapped", projection).tap = (state, key)
 
 
@@ -227,6 +231,11 @@ class Adapter(ABC):
     @abstractmethod
     def revert_(self, model: nn.Module) -> None:
         """Undo `convert_`."""
+
+    @contextmanager
+    def pausing(self, model: nn.Module) -> Iterator[None]:
+        """Give the blocks back for a while what conversion fitted to fewer tokens."""
+        yield
 
 
 def attach_merger_(block: nn.Module, config: MethodConfig, site: Site | None) -> None:

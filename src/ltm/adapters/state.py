@@ -67,6 +67,8 @@ class TokenState:
         self._forward = _Forward()
         self._latest = self._forward.slots
         self._traced: dict[Any, Any] = {}
+        self.merging = True
+        """Whether blocks merge at all; one switch for all threads, as autograd has its own."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> TokenState:
         return TokenState()
@@ -120,6 +122,15 @@ class TokenState:
             yield records
         finally:
             self._forward.records = before
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Merge nothing in the forwards (and backwards) inside."""
+        before, self.merging = self.merging, False
+        try:
+            yield
+        finally:
+            self.merging = before
 
     @contextmanager
     def announcing(self, labels: Tensor | None) -> Iterator[None]:

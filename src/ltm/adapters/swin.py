@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -255,6 +256,16 @@ class SwinAdapter(Adapter):
             _revert_block_(block)
         revert_model_(model, _CLASSES)
 
+    @contextmanager
+    def pausing(self, model: nn.Module) -> Iterator[None]:
+        blocks = [block for _, block in swin_blocks(model) if isinstance(block, MergingSwinBlock)]
+        fitted = [_host_windows_(block) for block in blocks]
+        try:
+            yield
+        finally:
+            for block, windows in zip(blocks, fitted, strict=True):
+                _set_windows_(block, windows)
+
 
 def _convert_block_(block: SwinTransformerBlock, config: MethodConfig, slot: Slot) -> None:
     attach_merger_(block, config, slot.site)
@@ -295,6 +306,31 @@ def _relative_index(window: Grid, host: Grid) -> Tensor:
     down = rows[:, None] - rows[None] + host[0] - 1
     right = columns[:, None] - columns[None] + host[1] - 1
     return down * (2 * host[1] - 1) + right
+
+
+@dataclass(frozen=True, eq=False)
+class _Fitted:
+    """What a block's windows depend on."""
+
+    window: Grid
+    shift: Grid
+    attention: dict[str, Any]
+
+
+def _host_windows_(block: MergingSwinBlock) -> _Fitted:
+    """Use the host's own windows, and say what was in use."""
+    attention = {name: getattr(block.attn, name) for name in block.slot.original}
+    before = _Fitted(block.window, block.shift, attention)
+    window, shift = tuple(block.window_size), tuple(block.shift_size)
+    _set_windows_(block, _Fitted(cast("Grid", window), cast("Grid", shift), block.slot.original))
+    return before
+
+
+def _set_windows_(block: MergingSwinBlock, windows: _Fitted) -> None:
+    block.window, block.shift = windows.window, windows.shift
+    device = block.attn.relative_position_bias_table.device
+    for name, value in windows.attention.items():
+        setattr(block.attn, name, value.to(device) if isinstance(value, Tensor) else value)
 
 
 def _revert_block_(block: nn.Module) -> None:

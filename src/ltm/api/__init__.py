@@ -17,7 +17,13 @@ from ltm.api.conversion import (
     unmerge_tokens_,
 )
 from ltm.api.deployment import freeze_, load, save
-from ltm.api.watching import announcing, collect_statistics_, merge_maps, watching
+from ltm.api.watching import (
+    announcing,
+    collect_statistics_,
+    merge_maps,
+    merging_off,
+    watching,
+)
 
 __all__ = [
     "Conversion",
@@ -34,6 +40,7 @@ __all__ = [
     "merge_maps",
     "merge_tokens_",
     "mergers",
+    "merging_off",
     "reconvert_",
     "report",
     "save",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ltm.adapters import adapter_of
 from ltm.adapters.state import Record
 from ltm.api.conversion import conversion_of, mergers
 from ltm.core.cost import evaluating
@@ -37,6 +38,17 @@ def watching(model: nn.Module) -> Iterator[list[Record]]:
     """Collect what happens at every block of a converted model in the forwards inside."""
     with conversion_of(model).state.watching() as records:
         yield records
+
+
+@contextmanager
+def merging_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before its conversion, in the forwards and backwards inside.
+
+    Mask modules stay where they are and wait: for warm-up epochs, and to compare with the original.
+    """
+    done = conversion_of(model)
+    with done.state.pausing(), adapter_of(done.family).pausing(model):
+        yield
 
 
 @contextmanager

@@ -163,6 +163,11 @@ class LTMMerger(Merger):
         if self.informative is not None:
             self.informative.active = True
 
+    def adopt_(self, other: Merger) -> None:
+        super().adopt_(other)
+        if self.informative is not None:
+            self.informative.active = bool(self.informative.costs.any())
+
     def freeze_(self) -> None:
         self.statistics = None
         if self.informative is not None and not self.informative.active:
