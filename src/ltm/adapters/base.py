@@ -196,7 +196,7 @@ def untap_(projection: nn.Module) -> None:
     """Undo `tap_`."""
     if isinstance(projection, Tapped):
         del projection.tap
-        projection.__class__ = type(projection).__mro__[2]
+        become_(projection, type(projection).__mro__[2])
 
 
 class Adapter(ABC):
@@ -238,7 +238,12 @@ class Adapter(ABC):
         yield
 
 
-def attach_merger_(block: nn.Module, config: MethodConfig, site: Site | None) -> None:
+def become_(module: Any, kind: type[nn.Module]) -> None:
+    """Swap the class of a module; everything it holds stays."""
+    module.__class__ = kind
+
+
+def attach_merger_(block: Any, config: MethodConfig, site: Site | None) -> None:
     """Give the block its merger, on the device of its weights."""
     merger = None
     if site is not None and site.merges:

@@ -26,6 +26,7 @@ from ltm.adapters.base import (
     Run,
     Slot,
     attach_merger_,
+    become_,
     observed_shapes,
     register,
     tap_,
@@ -118,8 +119,8 @@ def linear_attention_hints(
         # Each query's attention sums to one, so their mean is one query, rescaled.
         total = (query * key.sum(dim=-1, keepdim=True)).sum(dim=2, keepdim=True) + attention.eps
         asking = (query / total).mean(dim=-1, keepdim=True)
-        received = (asking * key).sum(dim=2).mean(dim=1)
-        found.update(dict.fromkeys(needs & {"importance", "attention"}, received))
+        received: Tensor = (asking * key).sum(dim=2).mean(dim=1)
+        found |= dict.fromkeys(needs & {"importance", "attention"}, received)
     return found
 
 
@@ -174,7 +175,7 @@ class EfficientViTAdapter(Adapter):
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
         by_block = {site.block: site for site in sites}
-        blocks = [block for _, block in efficientvit_blocks(model)]
+        blocks: list[Any] = [block for _, block in efficientvit_blocks(model)]
         widths = [_width(block) for block in blocks]
         for index, block in enumerate(blocks):
             starts = index == 0 or widths[index] != widths[index - 1] or not config.keeps_grid()
@@ -193,7 +194,7 @@ class EfficientViTAdapter(Adapter):
             if block.merger is not None and block.merger.needs:
                 tap_(attention.qkv.conv, state, ("qkv", index))
             block.slot = slot
-            block.__class__ = MergingEfficientVitBlock
+            become_(block, MergingEfficientVitBlock)
         convert_model_(model, state, _CLASSES)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -207,9 +208,9 @@ class EfficientViTAdapter(Adapter):
             untap_(attention.qkv.conv)
             attention.kernel_func = cast("SizedKernel", attention.kernel_func).kernel
             del block.merger, block.slot
-            block.__class__ = EfficientVitBlock
+            become_(block, EfficientVitBlock)
         revert_model_(model, _CLASSES)
 
 
-def _width(block: EfficientVitBlock) -> int:
-    return cast("LiteMLA", block.context_module.main).proj.conv.out_channels
+def _width(block: Any) -> int:
+    return block.context_module.main.proj.conv.out_channels

@@ -10,6 +10,8 @@ from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
 from timm.models._features import FeatureListNet, feature_take_indices
 from torch import Tensor, nn
 
+from ltm.adapters.base import become_
+from ltm.adapters.conversion import Resizable
 from ltm.adapters.state import TokenState
 from ltm.core.schedule import Grid
 
@@ -60,7 +62,7 @@ def restore_maps(
     return [restore(feature, r) for feature, r in zip(maps, reductions, strict=True)]
 
 
-class MergingGridModel(nn.Module):
+class MergingGridModel(Resizable):
     """A converted grid network: intermediates come at their nominal size."""
 
     def forward_intermediates(
@@ -91,12 +93,12 @@ def convert_model_(model: nn.Module, state: TokenState, classes: dict[type, type
     """The parts of a grid network that are no blocks: its class, and the pool of its head."""
     for module in model.modules():
         if type(module) in classes:
-            module.__class__ = classes[type(module)]
+            become_(module, classes[type(module)])
         elif type(module) is FeatureListNet:
-            module.__class__ = MergingFeatures
+            become_(module, MergingFeatures)
         elif type(module) is SelectAdaptivePool2d:
-            module.__class__ = SizedPool
-            module.state = state
+            become_(module, SizedPool)
+            cast("SizedPool", module).state = state
 
 
 def revert_model_(model: nn.Module, classes: dict[type, type]) -> None:
@@ -104,7 +106,7 @@ def revert_model_(model: nn.Module, classes: dict[type, type]) -> None:
     hosts = {merging: host for host, merging in classes.items()} | {MergingFeatures: FeatureListNet}
     for module in model.modules():
         if type(module) in hosts:
-            module.__class__ = hosts[type(module)]
+            become_(module, hosts[type(module)])
         elif type(module) is SizedPool:
             del module.state
-            module.__class__ = SelectAdaptivePool2d
+            become_(module, SelectAdaptivePool2d)

@@ -25,6 +25,7 @@ from ltm.adapters.base import (
     Run,
     Slot,
     attention_bias,
+    become_,
     observed_shapes,
     register,
 )
@@ -112,6 +113,14 @@ class MergingMobileVitBlock(MobileVitBlock):
 
     slots: tuple[TokenState, int, int]
     """The state, the index of the first layer, and the index after the last."""
+    conv_kxk: Any
+    conv_1x1: Any
+    transformer: Any
+    norm: Any
+    conv_proj: Any
+    conv_fusion: Any
+    patch_size: Any
+    patch_area: Any
 
     def forward(self, x: Tensor) -> Tensor:
         state, first, end = self.slots
@@ -167,7 +176,7 @@ class MergingMobileVit(MergingGridModel, ByobNet):
 _CLASSES: dict[type, type] = {ByobNet: MergingMobileVit}
 
 
-def mobilevit_blocks(model: nn.Module) -> list[tuple[str, MobileVitBlock]]:
+def mobilevit_blocks(model: nn.Module) -> list[tuple[str, Any]]:
     """All MobileViT blocks with their paths, in the order in which they run."""
     return [(n, m) for n, m in model.named_modules() if isinstance(m, MobileVitBlock)]
 
@@ -227,7 +236,7 @@ class MobileViTAdapter(Adapter):
                 layer.area = host.patch_area
                 end += 1
             host.slots = (state, first, end)
-            host.__class__ = MergingMobileVitBlock
+            become_(host, MergingMobileVitBlock)
         convert_model_(model, state, _CLASSES)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -240,5 +249,5 @@ class MobileViTAdapter(Adapter):
                     revert_block_(layer)
                     del layer.area
                 del host.slots
-                host.__class__ = MobileVitBlock
+                become_(host, MobileVitBlock)
         revert_model_(model, _CLASSES)

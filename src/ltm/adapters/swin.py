@@ -25,6 +25,7 @@ from ltm.adapters.base import (
     Run,
     Slot,
     attach_merger_,
+    become_,
     observed_shapes,
     register,
     tap_,
@@ -163,7 +164,7 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
     def attend(self, x: Tensor, tokens: Tokens, windows: Windows) -> Tensor:
         """Window attention; the host's own wherever its map is the one it was built for."""
         size = tokens.size if self.slot.proportional else None
-        if size is None and windows.grid == tuple(self.input_resolution):
+        if size is None and windows.grid == tuple(cast("Grid", self.input_resolution)):
             return self._attn(x)
         return windows.join(self.attn(windows.cut(x), mask=windows.mask(size, x)))
 
@@ -267,7 +268,7 @@ class SwinAdapter(Adapter):
                 _set_windows_(block, windows)
 
 
-def _convert_block_(block: SwinTransformerBlock, config: MethodConfig, slot: Slot) -> None:
+def _convert_block_(block: Any, config: MethodConfig, slot: Slot) -> None:
     attach_merger_(block, config, slot.site)
     site = slot.site
     window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
@@ -276,10 +277,10 @@ def _convert_block_(block: SwinTransformerBlock, config: MethodConfig, slot: Slo
     block.slot, block.window, block.shift = slot, window, shift
     if block.merger is not None and block.merger.needs:
         tap_(block.attn.qkv, slot.state, ("qkv", slot.index))
-    block.__class__ = MergingSwinBlock
+    become_(block, MergingSwinBlock)
 
 
-def _fit_window_(block: SwinTransformerBlock, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
+def _fit_window_(block: Any, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
     """A map smaller than the window is one window: the bias table stays and is indexed anew."""
     host = cast("Grid", tuple(block.window_size))
     window = (min(host[0], grid[0]), min(host[1], grid[1]))
@@ -341,4 +342,4 @@ def _revert_block_(block: nn.Module) -> None:
         setattr(block.attn, name, value)
     for name in ("merger", "slot", "window", "shift"):
         delattr(block, name)
-    block.__class__ = SwinTransformerBlock
+    become_(block, SwinTransformerBlock)

@@ -21,10 +21,12 @@ from ltm.adapters.base import (
     Slot,
     attach_merger_,
     attention_bias,
+    become_,
     register,
     tap_,
     untap_,
 )
+from ltm.adapters.conversion import Resizable
 from ltm.adapters.state import Tokens, TokenState
 from ltm.core.merge import restore_through
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -86,7 +88,7 @@ def _received(query: Tensor, key: Tensor, scale: float, size: Tensor | None) -> 
     return scores.float().softmax(dim=-1).mean(dim=1)
 
 
-class MergingModel(nn.Module):
+class MergingModel(Resizable):
     """What a converted ViT does differently as a whole: pooling, intermediates, resizing."""
 
     def _final(self) -> Tokens:
@@ -117,7 +119,8 @@ class MergingModel(nn.Module):
         taken, _ = feature_take_indices(len(host.blocks), indices)
 
         def restore(block: int, y: Tensor) -> Tensor:
-            tokens: Tokens = host.blocks[block].slot.state.read(block + 1) or Tokens()
+            slot: Slot = cast("Any", host.blocks[block]).slot
+            tokens: Tokens = slot.state.read(block + 1) or Tokens()
             k = host.num_prefix_tokens
             y = restore_through(tokens.merges, nn.functional.pad(y, (0, 0, k, 0)))[:, k:]
             return y.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous() if as_map else y
@@ -203,7 +206,7 @@ class ViTAdapter(Adapter):
                 last=index == len(vit.blocks) - 1,
             )
             convert_block_(block, config, slot)
-        vit.__class__ = _CLASSES[type(vit)]
+        become_(vit, _CLASSES[type(vit)])
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         vit = find_vit(model)
@@ -216,11 +219,11 @@ class ViTAdapter(Adapter):
         for block in vit.blocks:
             revert_block_(block)
         hosts = {merging: host for host, merging in _CLASSES.items()}
-        vit.__class__ = hosts.get(type(vit), type(vit))
+        become_(vit, hosts.get(type(vit), type(vit)))
 
 
 def convert_block_(
-    block: nn.Module,
+    block: Any,
     config: MethodConfig,
     slot: Slot,
     merging: type[nn.Module] = MergingBlock,
@@ -230,7 +233,7 @@ def convert_block_(
     block.slot = slot
     if block.merger is not None and block.merger.needs:
         tap_(cast("nn.Linear", cast("Any", block).attn.qkv), slot.state, ("qkv", slot.index))
-    block.__class__ = merging
+    become_(block, merging)
 
 
 def revert_block_(block: nn.Module, host: type[nn.Module] = HostBlock) -> None:
@@ -239,4 +242,4 @@ def revert_block_(block: nn.Module, host: type[nn.Module] = HostBlock) -> None:
         untap_(cast("Any", block).attn.qkv)
         del block.merger
         del block.slot
-        block.__class__ = host
+        become_(block, host)

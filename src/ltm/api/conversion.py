@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import nn
 
-from ltm.adapters import Conversion, adapter_of, select_adapter
-from ltm.adapters.planning import Planner
-from ltm.adapters.state import TokenState
+from ltm.adapters import Conversion
+from ltm.adapters.conversion import ATTRIBUTE, adopt_, convert_, mergers_of, revert_
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.core.schedule import Grid
 from ltm.methods.base import Merger, MethodConfig, Site
-
-_ATTRIBUTE = "token_merging"
 
 
 @dataclass(frozen=True)
@@ -67,22 +64,14 @@ def merge_tokens_(
         raise ValueError(
             "model: it merges tokens already; use unmerge_tokens_ or set_ratio_ to change it."
         )
-    adapter = select_adapter(model)
-    size = image_size_of(model, image_size)
-    plan = Planner(model, adapter, config, size).plan()
-    state = TokenState()
-    adapter.convert_(model, config, plan.sites, state)
-    conversion = Conversion(
-        adapter.family, config, size, plan.sites, state, plan.macs_before, plan.macs_after
-    )
-    set_conversion(model, conversion)
+    convert_(model, config, image_size_of(model, image_size))
     return report(model)
 
 
 def unmerge_tokens_(model: nn.Module) -> None:
     """Give the model back as it was before `merge_tokens_`."""
-    adapter_of(conversion_of(model).family).revert_(model)
-    delattr(model, _ATTRIBUTE)
+    conversion_of(model)
+    revert_(model)
 
 
 def set_ratio_(model: nn.Module, ratio: float) -> ConversionReport:
@@ -100,30 +89,26 @@ def reconvert_(
     before = conversion_of(model)
     if before.frozen:
         raise ValueError("model: it is frozen, and a frozen model cannot be changed.")
-    old = dict(mergers(model))
-    size = image_size or before.image_size
-    unmerge_tokens_(model)
+    learned = mergers_of(model)
+    revert_(model)
     try:
-        result = merge_tokens_(model, config, size)
+        convert_(model, config, image_size or before.image_size)
     except ValueError:
-        merge_tokens_(model, before.config, before.image_size)
+        convert_(model, before.config, before.image_size)
         raise
     finally:
-        with torch.no_grad():
-            for name, merger in mergers(model):
-                if name in old:
-                    merger.adopt_(old[name])
-    return result
+        adopt_(model, learned)
+    return report(model)
 
 
 def is_merging(model: nn.Module) -> bool:
     """Whether the model was converted."""
-    return isinstance(getattr(model, _ATTRIBUTE, None), Conversion)
+    return isinstance(getattr(model, ATTRIBUTE, None), Conversion)
 
 
 def conversion_of(model: nn.Module) -> Conversion:
     """What was done to a model; a ValueError where nothing was."""
-    conversion = getattr(model, _ATTRIBUTE, None)
+    conversion = getattr(model, ATTRIBUTE, None)
     if not isinstance(conversion, Conversion):
         raise ValueError("model: it merges no tokens; call merge_tokens_ first.")
     return conversion
@@ -131,7 +116,7 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 def set_conversion(model: nn.Module, conversion: Conversion) -> None:
     """Note on a model what was done to it."""
-    setattr(model, _ATTRIBUTE, conversion)
+    setattr(model, ATTRIBUTE, conversion)
 
 
 def report(model: nn.Module) -> ConversionReport:
@@ -145,9 +130,7 @@ def report(model: nn.Module) -> ConversionReport:
 
 def mergers(model: nn.Module) -> Iterator[tuple[str, Merger]]:
     """The mergers of a converted model, by module path."""
-    for name, module in model.named_modules():
-        if isinstance(module, Merger):
-            yield name, module
+    yield from mergers_of(model).items()
 
 
 def token_counts(model: nn.Module) -> list[int | Grid]:
@@ -168,7 +151,7 @@ def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) 
     if is_merging(model):
         return conversion_of(model).image_size
     for module in model.modules():
-        patch_embed = getattr(module, "patch_embed", None)
+        patch_embed: Any = getattr(module, "patch_embed", None)
         if getattr(patch_embed, "img_size", None):
             return tuple(patch_embed.img_size)
     known = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}

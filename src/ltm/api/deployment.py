@@ -119,7 +119,7 @@ def _host_arguments(model: nn.Module) -> dict[str, Any]:
     host: Any = model
     known = dict(getattr(host, "pretrained_cfg", None) or {})
     arguments: dict[str, Any] = {"num_classes": int(getattr(host, "num_classes", 0) or 0)}
-    patch_embed = getattr(host, "patch_embed", None)
+    patch_embed: Any = getattr(host, "patch_embed", None)
     if getattr(patch_embed, "img_size", None):
         arguments["img_size"] = list(patch_embed.img_size)
     if isinstance(getattr(host, "global_pool", None), str) and known:

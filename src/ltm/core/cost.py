@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -38,7 +38,7 @@ def meta_images(image_size: tuple[int, int], channels: int = 3) -> Tensor:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Generator[None, None, None]:
     """The model in evaluation mode, every module's own mode given back afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -234,10 +234,10 @@ class MatchedMerge(Merge):
         merged = self.average(x)
         if not self.keep_norm:
             return merged
-        norm = x.float().norm(dim=-1) * (self.weight > 0)
+        norm = _length(x) * (self.weight > 0)
         largest = norm.new_zeros(x.shape[0], self.num_places)
         largest = largest.scatter_reduce(1, self.assignment, norm, "amax")
-        scale = largest / merged.float().norm(dim=-1).clamp_min(_TINY)
+        scale = largest / _length(merged).clamp_min(_TINY)
         return merged * scale[..., None].to(x.dtype)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
@@ -267,13 +267,9 @@ class StaticMerge(Merge):
         """The constants of a merge that is the same for every image."""
         mask = merge.weights()[0]
         k = merge.num_prefix
-        matrix, back = (
-            torch.block_diag(torch.eye(k, dtype=mask.dtype, device=mask.device), part)
-            for part in (mask.mT, _row_normalise(mask))
-        )
         return StaticMerge(
-            matrix=matrix.contiguous(),
-            back=back.contiguous(),
+            matrix=_with_prefix(mask.mT, k),
+            back=_with_prefix(_row_normalise(mask), k),
             size_out=merge.sizes(size)[0],
             num_prefix=k,
         )
@@ -297,6 +293,18 @@ class StaticMerge(Merge):
 
     def sizes(self, size: Float[Tensor, "b kn"]) -> Float[Tensor, "b kp"]:
         return self.size_out[None]
+
+
+def _length(x: Tensor) -> Tensor:
+    return x.float().square().sum(dim=-1).sqrt()
+
+
+def _with_prefix(mask: Tensor, num_prefix: int) -> Tensor:
+    """The mask with an identity before it: prefix tokens pass through."""
+    whole = mask.new_zeros(mask.shape[0] + num_prefix, mask.shape[1] + num_prefix)
+    whole[:num_prefix, :num_prefix].fill_diagonal_(1)
+    whole[num_prefix:, num_prefix:] = mask
+    return whole
 
 
 def compose_weights(merges: Sequence[Merge]) -> Float[Tensor, "b n0 p"]:

@@ -51,7 +51,8 @@ def weighted_rate(strength: float, num_in: int, leaving: Sequence[float]) -> lis
     `leaving` holds the shares at strength one half; they fall to nothing at 0 and rise to all at 1.
     """
     exponent = strength / (1 - strength) if strength < 1 else math.inf
-    counts, left = [], num_in
+    counts: list[int] = []
+    left = num_in
     for share in leaving:
         left = max(1, round(left * (1 - share) ** exponent))
         counts.append(left)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -118,6 +118,10 @@ class Merger(nn.Module, ABC):
     def activate_(self) -> None:
         """Do all the work that a trained mask module does."""
 
+    def reset_classes_(self, num_classes: int) -> None:
+        """Forget what belongs to the classes, of which there are others now."""
+        self.site = dataclasses.replace(self.site, num_classes=num_classes)
+
     def freeze_(self) -> None:
         """Drop what only training needs."""
 
@@ -206,7 +210,11 @@ def config_from_dict(values: dict[str, Any]) -> MethodConfig:
     unknown = set(values) - known
     if unknown:
         raise ValueError(f"{method} has no setting {', '.join(sorted(unknown))}.")
-    return config_type(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    plain: dict[str, Any] = {
+        key: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+        for key, value in values.items()
+    }
+    return config_type(**plain)
 
 
 def methods() -> dict[str, type[MethodConfig]]:

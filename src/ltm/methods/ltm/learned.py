@@ -36,6 +36,11 @@ TOKEN_SPACE_LIMIT = 1 << 30
 class Axis(nn.Module):
     """The learned support of one axis: of a sequence of patches, or of one side of a grid."""
 
+    index: Tensor
+    valid: Tensor
+    anchor: Tensor
+    home: Tensor
+
     def __init__(self, num_in: int, num_out: int, patches: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.num_in, self.num_out, self.patches = num_in, num_out, patches
@@ -68,6 +73,13 @@ def _fit_width(logits: Tensor, candidates: Candidates) -> Tensor:
 
 class LearnedMerger(LTMMerger):
     """Targets at evenly spaced anchors, each the average of chosen neighbours."""
+
+    running_logits: Tensor
+    fixed_rows: Tensor
+    fixed_columns: Tensor
+    fixed_matrix: Tensor
+    fixed_back: Tensor
+    fixed_size_out: Tensor
 
     def __init__(self, site: Site, config: LTM) -> None:
         if config.space == "token" and config.weights == "informative" and site.num_classes > 0:
@@ -165,7 +177,7 @@ class LearnedMerger(LTMMerger):
             before = _softmax_on(support, size, state)
             merged = before.to(patches.dtype).mT @ patches
             gradient = step.direction(merged.flatten(1), self.true_labels(hints))
-            change = mask_gradient.token_gradient(patches, gradient.unflatten(1, merged.shape[1:]))
+            change = mask_gradient.token_gradient(patches, gradient.reshape(merged.shape))
             if config.step == "standardised":
                 spread = change.flatten(1).std(dim=1, correction=0)[:, None, None]
                 change = step.gain * change / (spread + 1e-6)

@@ -101,11 +101,21 @@ class LTMMerger(Merger):
     def __init__(self, site: Site, config: LTM) -> None:
         super().__init__(site)
         self.config = config
-        informative = config.weights == "informative" and site.num_classes > 0
-        self.informative = (
-            InformativeStep(site.num_classes, self.feature_width(), config) if informative else None
-        )
+        self.informative = self._new_step()
         self.statistics: ClassStatistics | None = None
+
+    def _new_step(self) -> InformativeStep | None:
+        if self.config.weights != "informative" or self.site.num_classes < 1:
+            return None
+        return InformativeStep(self.site.num_classes, self.feature_width(), self.config)
+
+    def reset_classes_(self, num_classes: int) -> None:
+        before = self.informative
+        super().reset_classes_(num_classes)
+        self.statistics = None
+        self.informative = self._new_step()
+        if self.informative is not None and before is not None:
+            self.informative.to(before.centroids.device).gain.data.copy_(before.gain.data)
 
     def feature_width(self) -> int:
         return self.site.width

@@ -1,0 +1,80 @@
+"""Plan, then convert: the one way into and out of a converted model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ltm.adapters.base import Conversion, adapter_of, select_adapter
+from ltm.adapters.planning import Planner
+from ltm.adapters.state import TokenState
+from ltm.methods.base import Merger, MethodConfig
+
+ATTRIBUTE = "token_merging"
+"""Where a converted model keeps its `Conversion`."""
+
+
+def convert_(model: nn.Module, config: MethodConfig, image_size: tuple[int, int]) -> Conversion:
+    """Convert a model, or raise a ValueError and leave it as it was."""
+    adapter = select_adapter(model)
+    plan = Planner(model, adapter, config, image_size).plan()
+    state = TokenState()
+    adapter.convert_(model, config, plan.sites, state)
+    conversion = Conversion(
+        adapter.family, config, image_size, plan.sites, state, plan.macs_before, plan.macs_after
+    )
+    setattr(model, ATTRIBUTE, conversion)
+    return conversion
+
+
+def revert_(model: nn.Module) -> None:
+    """Give a model back as it was before `convert_`."""
+    adapter_of(getattr(model, ATTRIBUTE).family).revert_(model)
+    delattr(model, ATTRIBUTE)
+
+
+def mergers_of(model: nn.Module) -> dict[str, Merger]:
+    """The mergers of a converted model, by module path."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, Merger)}
+
+
+@torch.no_grad()
+def adopt_(model: nn.Module, learned: dict[str, Merger]) -> None:
+    """Hand what earlier mergers have learned to those that took their places."""
+    for name, merger in mergers_of(model).items():
+        if name in learned:
+            merger.adopt_(learned[name])
+
+
+class Resizable(nn.Module):
+    """The parts of timm's interface that change what a conversion was planned for."""
+
+    def set_input_size(self, *args: Any, **options: Any) -> None:
+        """Timm's own, on the model as it was; the conversion is planned anew."""
+        conversion = getattr(self, ATTRIBUTE, None)
+        if not isinstance(conversion, Conversion):
+            raise ValueError("set_input_size: convert after resizing, not inside another module.")
+        if conversion.frozen or conversion.config.counts is not None:
+            kind = "a frozen model" if conversion.frozen else "a model with explicit counts"
+            raise ValueError(f"set_input_size: {kind} is made for one size; resize before that.")
+        learned = mergers_of(self)
+        revert_(self)
+        host = cast("Any", self)
+        host.set_input_size(*args, **options)
+        convert_(self, conversion.config, tuple(host.patch_embed.img_size))
+        adopt_(self, learned)
+
+    def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
+        """Timm's own; class statistics of the old classes are forgotten."""
+        cast("Any", super()).reset_classifier(num_classes, *args, **options)
+        for merger in mergers_of(self).values():
+            merger.reset_classes_(num_classes)
+        conversion = getattr(self, ATTRIBUTE, None)
+        if isinstance(conversion, Conversion):
+            sites = tuple(
+                dataclasses.replace(site, num_classes=num_classes) for site in conversion.sites
+            )
+            setattr(self, ATTRIBUTE, dataclasses.replace(conversion, sites=sites))
