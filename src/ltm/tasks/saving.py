@@ -1,0 +1,151 @@
+"""Save a detector, load it: `model.safetensors` and a readable `config.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ltm.api import merge_tokens_, mergers
+from ltm.methods import config_from_dict
+from ltm.tasks.detection import STRIDES, SSDLite, SSDLiteConfig
+from ltm.tasks.pyramid import Pyramid
+from ltm.tasks.segmentation import MaskRCNN, MaskRCNNConfig
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+DetectorConfig = SSDLiteConfig | MaskRCNNConfig
+Detector = SSDLite | MaskRCNN
+TASKS: dict[str, type[DetectorConfig]] = {"ssdlite": SSDLiteConfig, "mask_rcnn": MaskRCNNConfig}
+
+
+class LoadedDetector(NamedTuple):
+    """A detector in evaluation mode, and what its labels mean: label 1 is the first category."""
+
+    model: Detector
+    config: DetectorConfig
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+
+
+def save_detector(
+    model: nn.Module,
+    config: DetectorConfig,
+    folder: str | Path,
+    *,
+    class_names: Sequence[str],
+    category_ids: Sequence[int],
+) -> Path:
+    """Write a detector that `config` has built, and what its labels mean."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    task = next(name for name, kind in TASKS.items() if type(config) is kind)
+    description = {
+        "task": task,
+        "detector": _plain(config),
+        "token_merging": _merging(model),
+        "host": _host(config.backbone),
+        "categories": [
+            {"id": int(number), "name": name}
+            for number, name in zip(category_ids, class_names, strict=True)
+        ],
+    }
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def load_detector(folder: str | Path) -> LoadedDetector:
+    """Read a detector that `save_detector` wrote, in evaluation mode. Nothing is unpickled."""
+    folder = Path(folder)
+    known = _read(folder)
+    settings = dict(known["detector"])
+    settings["image_size"] = tuple(settings["image_size"])
+    config = TASKS[known["task"]](**settings)
+    merging = known["token_merging"]
+    if merging is not None:
+        config = dataclasses.replace(config, merging=config_from_dict(merging["exactly"]))
+    model = config.build() if known["host"] is None else _on_host(config, known["host"], merging)
+    if merging is not None:
+        for (_, merger), active in zip(mergers(model), merging["active"], strict=True):
+            if active:
+                merger.activate_()
+    weights = load_file(folder / WEIGHTS)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: the weights do not fit the detector: {error}") from error
+    if merging is not None:
+        config = dataclasses.replace(config, merging=config_from_dict(merging["asked"]))
+    names = tuple(entry["name"] for entry in known["categories"])
+    numbers = tuple(int(entry["id"]) for entry in known["categories"])
+    return LoadedDetector(model.eval(), config, names, numbers)
+
+
+def _plain(config: DetectorConfig) -> dict[str, Any]:
+    """The settings without what the weights make up for."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {**values, "merging": None, "pretrained": False, "weights": None}
+
+
+def _merging(model: nn.Module) -> dict[str, Any] | None:
+    """How the network merges, as it was asked for and as it turned out."""
+    pyramid = next(module for module in model.modules() if isinstance(module, Pyramid))
+    done = pyramid.conversion
+    if done is None:
+        return None
+    exactly = dataclasses.replace(
+        done.config,
+        ratio=None,
+        per_block=None,
+        counts=tuple(site.grid_out or site.num_out for site in done.sites),
+        sites=tuple(site.block for site in done.sites),
+    )
+    return {
+        "asked": done.config.to_dict(),
+        "exactly": exactly.to_dict(),
+        "image_size": done.image_size,
+        "active": [merger.active for _, merger in mergers(model)],
+    }
+
+
+def _host(backbone: str) -> dict[str, Any] | None:
+    """What timm needs to make a network that came from a folder."""
+    if not Path(backbone).is_dir():
+        return None
+    saved = json.loads((Path(backbone) / CONFIG).read_text(encoding="utf-8"))
+    return {name: saved[name] for name in ("architecture", "model_args")}
+
+
+def _on_host(
+    config: DetectorConfig, host: dict[str, Any], merging: dict[str, Any] | None
+) -> Detector:
+    """The detector on a whole network, converted as it was, which `ltm.save` once wrote."""
+    network = timm.create_model(host["architecture"], **host["model_args"])
+    if merging is not None and config.merging is not None:
+        merge_tokens_(network, config.merging, tuple(merging["image_size"]))
+    if isinstance(config, MaskRCNNConfig):
+        return MaskRCNN(Pyramid(network), config.num_classes, config.image_size)
+    pyramid = Pyramid(network, STRIDES, restore=config.restore)
+    return SSDLite(pyramid, config.num_classes, config.image_size)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder}: there is no {name}; a saved detector has one.")
+    try:
+        known = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / CONFIG}: it is no JSON ({error}).") from error
+    if not isinstance(known, dict) or known.get("task") not in TASKS:
+        raise ValueError(f"{folder / CONFIG}: it describes no detector.")
+    return known
