@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from ltm.data.shapes import JointTransform
 
-_PADDING = (124, 116, 104)  # ImageNet's mean colour, as SSD pads
+# ImageNet's mean colour, as SSD pads; what is added belongs to no mask.
+_PADDING: dict[type | str, Any] = {tv_tensors.Image: (124, 116, 104), "others": 0}
 
 
 def detection_transforms(

@@ -40,8 +40,8 @@ def _disc(u: Array, v: Array) -> Array:
     return np.sqrt(u * u + v * v) - 0.9
 
 
-def _square(u: Array, v: Array) -> Array:
-    return np.maximum(np.abs(u), np.abs(v)) - 0.78
+def _bar(u: Array, v: Array) -> Array:
+    return np.maximum(np.abs(u) - 0.98, np.abs(v) - 0.4)
 
 
 def _triangle(u: Array, v: Array) -> Array:
@@ -83,10 +83,10 @@ def _sharpen(wave: Array) -> Array:
 # By name, as `scenes.KINDS` and `scenes.TEXTURES` list them. Shapes fill about the unit disc.
 DISTANCES: dict[str, Callable[[Array, Array], Array]] = {
     "disc": _disc,
-    "square": _square,
     "triangle": _triangle,
     "cross": _cross,
     "ring": _ring,
+    "bar": _bar,
 }
 PATTERNS: dict[str, Callable[[Array, Array, float, float], Array]] = {
     "plain": _plain,
@@ -170,7 +170,7 @@ def _paint_object_(canvas: Array, item: SceneObject) -> tuple[tuple[slice, slice
 
 
 def _span(centre: float, radius: float, size: int) -> slice:
-    """Return the pixels that a shape can reach; a square's corner is 1.11 radii away."""
+    """Return the pixels that a shape can reach; a bar's corner is 1.06 radii away."""
     reach = 1.15 * radius
     low, high = int((centre - reach) * size), int((centre + reach) * size) + 2
     return slice(max(low, 0), min(high, size))

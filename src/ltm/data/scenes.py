@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-KINDS = ("disc", "square", "triangle", "cross", "ring")
+KINDS = ("disc", "triangle", "cross", "ring", "bar")
 TEXTURES = ("plain", "striped", "checked", "dotted")
 MAX_CLASSES = len(KINDS) * len(TEXTURES)
 
@@ -132,7 +132,7 @@ def _draw_object(
     x, y, radius = place
     # Bright on dark, in any hue: networks of a few thousand steps do not learn both polarities.
     colour = rng.uniform(0.6, 1.0, 3)
-    second = colour * rng.uniform(0.05, 0.35)
+    second = colour * rng.uniform(0.35, 0.55)
     return SceneObject(
         label=label,
         x=x,

@@ -9,14 +9,14 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from ltm.data.images import EXTENSIONS, UnreadableImages, decode
+from ltm.data.images import EXTENSIONS, UnreadableImages, UnreadableImagesError, decode
 from ltm.data.shapes import Transform
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -41,8 +41,9 @@ class ShardIndex:
 class TarShards:
     """Labelled images in tar files; iterate over it, or let `loading.build_loader` do so.
 
-    There is no access by index: reading stays sequential. `classes.txt` beside the shards, a name
-    a line, names the classes; `sizes.json`, `{"a-000.tar": 1000}`, saves counting the images.
+    Reading is sequential; an image by its index, to look at a few, takes a walk through its shard.
+    `classes.txt` beside the shards, a name a line, names the classes; `sizes.json`,
+    `{"a-000.tar": 1000}`, saves counting the images.
     """
 
     def __init__(
@@ -69,8 +70,21 @@ class TarShards:
         """Return the number of classes."""
         return len(self.class_names)
 
+    @property
+    def labels(self) -> np.ndarray:
+        """Return every image's label, read from the shards without the images."""
+        found = (read_labels(path) for path in self.paths)
+        cut = zip(found, self.index.counts, strict=True)
+        return np.concatenate([np.array(labels[:count], dtype=int) for labels, count in cut])
+
     def __len__(self) -> int:
         return sum(self.index.counts)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        place = range(len(self))[index]
+        for item in self.decode(self.samples(range(len(self.paths)), place, place + 1)):
+            return item
+        raise UnreadableImagesError(f"{self.name(place)} could not be read")
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         return self.decode(self.samples(range(len(self.paths)), 0, len(self)))
@@ -88,6 +102,16 @@ class TarShards:
         changed = copy(self)
         changed.transform = transform
         return changed
+
+    def take(self, num_images: int) -> "TarShards":
+        """Return the first `num_images` images, or all of them if there are fewer."""
+        if num_images < 1:
+            raise ValueError(f"num_images is {num_images}, but must be at least 1")
+        ends = np.minimum(np.cumsum(self.index.counts), num_images)
+        counts = np.diff(ends, prepend=0).tolist()
+        taken = copy(self)
+        taken.index = replace(self.index, counts=tuple(counts))
+        return taken
 
     def samples(self, order: Sequence[int], start: int, stop: int) -> Iterator[Sample]:
         """Read encoded images `start` to `stop`, counted through the shards in the given order."""

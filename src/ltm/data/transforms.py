@@ -41,7 +41,8 @@ def image_spec(config: DataConfig | None = None, model: nn.Module | None = None)
     generated shapes nothing is cropped away by default.
     """
     config = config or DataConfig()
-    expected = resolve_data_config(pretrained_cfg=getattr(model, "pretrained_cfg", None) or {"": 0})
+    weights = getattr(model, "pretrained_cfg", None)
+    expected = resolve_data_config(pretrained_cfg=weights or {"input_size": (3, 224, 224)})
     size = _built_size(model) or tuple(expected["input_size"][1:])
     generated = config.source.partition(":")[0] == "shapes"
     return ImageSpec(
