@@ -132,7 +132,7 @@ def _draw_object(
     x, y, radius = place
     # Bright on dark, in any hue: networks of a few thousand steps do not learn both polarities.
     colour = rng.uniform(0.6, 1.0, 3)
-    second = colour * rng.uniform(0.35, 0.55)
+    second = colour * rng.uniform(0.5, 0.7)
     return SceneObject(
         label=label,
         x=x,
