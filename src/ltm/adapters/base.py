@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ltm.adapters.state import Record, Tokens, TokenState
+from ltm.core.cost import meta_images, run_on_meta
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -265,8 +266,7 @@ def observed_shapes(
 
     handles = [module.register_forward_pre_hook(note) for module in modules]
     try:
-        with torch.no_grad():
-            meta_model.eval()(torch.empty(1, 3, *image_size, device="meta"))
+        run_on_meta(meta_model, meta_images(image_size))
     finally:
         for handle in handles:
             handle.remove()

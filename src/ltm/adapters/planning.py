@@ -285,8 +285,8 @@ def _signature(unit: nn.Module) -> tuple[object, ...]:
     """What the cost of a unit depends on, besides the shape of its input."""
     weights = tuple(tuple(p.shape) for n, p in unit.named_parameters() if "merger" not in n)
     sites = tuple(
-        (type(m).__name__, m.site.num_in, m.site.num_out, m.site.grid_in, m.site.grid_out)
-        for m in unit.modules()
+        (path, type(m).__name__, m.site.num_in, m.site.num_out, m.site.grid_in, m.site.grid_out)
+        for path, m in unit.named_modules()
         if isinstance(m, Merger)
     )
     return type(unit).__name__, weights, sites

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +29,23 @@ def count_macs(meta_model: nn.Module, images: Tensor) -> int:
 
     The counter knows fused attention on `meta`; on several CPU builds it misses it.
     """
-    with evaluating(meta_model), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        meta_model(images)
+    with FlopCounterMode(display=False) as counter:
+        run_on_meta(meta_model, images)
     return counter.get_total_flops() // 2
+
+
+@torch.no_grad()
+def run_on_meta(meta_model: nn.Module, images: Tensor) -> None:
+    """A forward for its shapes alone, in evaluation mode."""
+    with evaluating(meta_model), patch.object(torch, "autocast", _autocast):
+        meta_model(images)
+
+
+def _autocast(device_type: str, *args: Any, **options: Any) -> AbstractContextManager[object]:
+    """Versions of timm before 1.0.30 enter autocast on the device of its tensors, and `meta` has none."""
+    if device_type == "meta":
+        return nullcontext()
+    return torch.amp.autocast(device_type, *args, **options)
 
 
 def meta_images(image_size: tuple[int, int], channels: int = 3) -> Tensor:

@@ -54,7 +54,7 @@ class Merge(ABC):
         """The merging mask G: column j holds the weights of merged token j and sums to one."""
 
     @abstractmethod
-    def sizes(self, size: Float[Tensor, "b kn"]) -> Float[Tensor, "b kp"]:
+    def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         """How many original patches each merged token stands for, given the sizes before."""
 
 
@@ -112,7 +112,7 @@ class DenseMerge(Merge):
     def weights(self) -> Float[Tensor, "b n p"]:
         return self.mask
 
-    def sizes(self, size: Float[Tensor, "b kn"]) -> Float[Tensor, "b kp"]:
+    def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         patches = size[:, None, self.num_prefix :] @ self.share.to(size.dtype)
         return _beside_prefix(size, self.num_prefix, patches[:, 0])
 
@@ -178,15 +178,21 @@ class GridMerge(Merge):
         return _beside_prefix(y, self.num_prefix, back)
 
     def weights(self) -> Float[Tensor, "b n p"]:
-        support = torch.kron(self.rows.contiguous(), self.columns.contiguous())
+        support = kronecker(self.rows, self.columns)
         return DenseMerge.from_support(support, self.weight).mask
 
-    def sizes(self, size: Float[Tensor, "b kn"]) -> Float[Tensor, "b kp"]:
+    def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         if self.size_out is not None:
             return self.size_out
         rows, columns = _row_normalise(self.rows), _row_normalise(self.columns)
         merged = _separable(size[:, self.num_prefix :, None], rows, columns)[..., 0]
         return _beside_prefix(size, self.num_prefix, merged)
+
+
+def kronecker(rows: Float[Tensor, "h h2"], columns: Float[Tensor, "w w2"]) -> Tensor:
+    """The support of a grid as one matrix over its tokens in raster order."""
+    support = rows[:, None, :, None] * columns[None, :, None, :]
+    return support.reshape(rows.shape[0] * columns.shape[0], -1)
 
 
 def _separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -249,7 +255,7 @@ class MatchedMerge(Merge):
         mask = chosen * (self.weight[..., None] / self._total().mT)
         return mask[:, self.num_prefix :, self.num_prefix :]
 
-    def sizes(self, size: Float[Tensor, "b kn"]) -> Float[Tensor, "b kp"]:
+    def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         counted = size.expand(self.assignment.shape[0], -1) * (self.weight > 0)
         return self._add(counted[..., None])[..., 0]
 
@@ -291,7 +297,7 @@ class StaticMerge(Merge):
     def weights(self) -> Float[Tensor, "b n p"]:
         return self.matrix[self.num_prefix :, self.num_prefix :].mT[None]
 
-    def sizes(self, size: Float[Tensor, "b kn"]) -> Float[Tensor, "b kp"]:
+    def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         return self.size_out[None]
 
 

@@ -58,7 +58,11 @@ def grid_candidates(
     """Candidates of a sequence of patches: the tokens nearest to the anchor in the image.
 
     A sequence that was merged before stands at the evenly spaced patches that remain of the grid.
+    One that is longer comes from a larger image, and is taken for one of the same shape.
     """
+    if num_tokens > grid[0] * grid[1]:
+        scale = math.sqrt(num_tokens / (grid[0] * grid[1]))
+        grid = (math.ceil(grid[0] * scale), math.ceil(grid[1] * scale))
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     points = torch.stack([rows.flatten(), columns.flatten()], dim=1).double()
     points = points[anchors(len(points), num_tokens)] if num_tokens < len(points) else points

@@ -70,7 +70,7 @@ class Hints:
     num_out: int
     grid_in: Grid | None = None
     grid_out: Grid | None = None
-    size: Float[Tensor, "b t"] | None = None
+    size: Float[Tensor, "_ t"] | None = None
     """How many patches each token stands for; None before the first merge."""
     keys: Float[Tensor, "b t d"] | None = None
     """The attention keys, averaged over the heads."""
@@ -80,7 +80,7 @@ class Hints:
     """Attention received on average over all tokens."""
     carry: Tensor | None = None
     """What the previous site of the same stage handed on."""
-    labels: Int[Tensor, "b"] | None = None
+    labels: Int[Tensor, "_"] | None = None
     """True labels, where somebody announced them."""
 
 

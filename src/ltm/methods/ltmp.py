@@ -83,7 +83,7 @@ class MaskedMerge(Merge):
         identity = torch.eye(self.partner.shape[1], device=self.partner.device)
         return self(identity.expand(self.partner.shape[0], -1, -1)).mT[:, k:, k:]
 
-    def sizes(self, size: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+    def sizes(self, size: Float[Tensor, "_ t"]) -> Float[Tensor, "_ t"]:
         return self._add(size.expand_as(self.moves)[..., None])[..., 0] * self.stays
 
 

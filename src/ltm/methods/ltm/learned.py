@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ltm.core import mask_gradient
-from ltm.core.merge import DenseMerge, GridMerge, Merge, StaticMerge
+from ltm.core.merge import DenseMerge, GridMerge, Merge, StaticMerge, kronecker
 from ltm.core.support import (
     Candidates,
     anchors,
@@ -253,7 +253,7 @@ def _fold_grid(merge: GridMerge) -> dict[str, Tensor]:
 def _dense(supports: tuple[Tensor, ...]) -> Float[Tensor, "n p"]:
     if len(supports) == 1:
         return supports[0]
-    return torch.kron(supports[0].contiguous(), supports[1].contiguous())
+    return kronecker(supports[0], supports[1])
 
 
 def _shares(support: Float[Tensor, "n p"]) -> Float[Tensor, "1 n p"]:

@@ -1,0 +1,93 @@
+"""Budgets of the paper's models, counted on `meta` at their true input sizes."""
+
+import math
+
+import pytest
+import timm
+import torch
+
+import ltm
+
+MODELS = {
+    "mobilevit_xs@224": ("mobilevit_xs", 224),
+    "mobilevit_xs@256": ("mobilevit_xs", 256),
+    "mobilevit_s@224": ("mobilevit_s", 224),
+    "mobilevit_s@256": ("mobilevit_s", 256),
+    "efficientvit_b1@224": ("efficientvit_b1", 224),
+    "efficientvit_b1@288": ("efficientvit_b1", 288),
+    "vit_tiny": ("vit_tiny_patch16_224", 224),
+    "vit_small": ("vit_small_patch16_224", 224),
+    "vit_base": ("vit_base_patch16_224", 224),
+    "deit3_small": ("deit3_small_patch16_224", 224),
+    "registers": ("vit_small_patch14_reg4_dinov2", 224),
+    "swin_tiny": ("swin_tiny_patch4_window7_224", 224),
+    "swin_base": ("swin_base_patch4_window7_224", 224),
+}
+FLOORS = {"mobilevit_xs": 0.53, "mobilevit_s": 0.45}
+PEERS = {
+    "vit_small": 0.7,
+    "vit_base": 0.7,
+    "deit3_small": 0.7,
+    "swin_tiny": 0.7,
+    "mobilevit_xs@256": 0.75,
+    "mobilevit_s@256": 0.7,
+    "efficientvit_b1@224": 0.75,
+}
+
+
+def on_meta(key):
+    name, size = MODELS[key]
+    arguments = {"img_size": size} if "dinov2" in name else {}
+    with torch.device("meta"):
+        return timm.create_model(name, **arguments).eval(), size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("key", MODELS)
+def test_ltm_meets_the_budget(key, ratio):
+    model, size = on_meta(key)
+    before = ltm.gmacs(model, size)
+    if ratio < FLOORS.get(MODELS[key][0], 0):
+        with pytest.raises(ValueError, match=r"cannot go below 0\.5"):
+            ltm.merge_tokens_(model, ltm.LTM(ratio=ratio), size)
+        return
+    report = ltm.merge_tokens_(model, ltm.LTM(ratio=ratio), size)
+    for _, merger in ltm.api.mergers(model):
+        merger.activate_()
+    share = ltm.gmacs(model, size) / before
+    assert share == pytest.approx(report.share, abs=1e-6)
+    grid = isinstance(ltm.token_counts(model)[0], tuple)
+    assert ratio - (0.05 if grid else 0.02) <= share <= ratio
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", PEERS)
+@pytest.mark.parametrize("method", [ltm.ToMe, ltm.ToFu, ltm.LTMP])
+def test_peers_meet_theirs(key, method):
+    model, size = on_meta(key)
+    ratio = PEERS[key]
+    report = ltm.merge_tokens_(model, method(ratio=ratio), size)
+    assert ratio - 0.05 <= report.share <= ratio
+
+
+@pytest.mark.parametrize(
+    "key", ["vit_small", "swin_tiny", "mobilevit_s@256", "efficientvit_b1@224"]
+)
+def test_per_block_is_the_letter(key):
+    model, size = on_meta(key)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.7, support="learned"), size)
+    sites = model.token_merging.sites
+    assert len(sites) == sites[0].depth
+    for site in sites:
+        if site.grid_in is None:
+            assert site.num_out == math.ceil(0.7 * site.num_in)
+        else:
+            root = math.sqrt(0.7)
+            assert site.grid_out == tuple(math.ceil(side * root) for side in site.grid_in)
+
+
+def test_a_budget_below_the_floor_names_it():
+    model, size = on_meta("efficientvit_b1@224")
+    with pytest.raises(ValueError, match=r"tome on this network cannot go below 0\.\d+"):
+        ltm.merge_tokens_(model, ltm.ToMe(ratio=0.3), size)

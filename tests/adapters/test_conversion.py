@@ -1,0 +1,261 @@
+"""Every method on every family: what a conversion must and must not change."""
+
+import copy
+import functools
+import pickle
+import threading
+
+import pytest
+import torch
+
+import ltm
+import ltm.api
+from ltm.api import collect_statistics_, mergers
+from ltm.methods import methods
+from toys import GRIDS, SEQUENCES, TOYS, pictures, size_of, toy
+
+CASES = [(method, name) for method in sorted(methods()) for name in TOYS]
+
+
+def config(method, **settings):
+    return methods()[method](**settings)
+
+
+def reachable(method, name):
+    """A budget that every method reaches on this network."""
+    if name not in GRIDS or method == "ltm":
+        return 0.8
+    return 0.95 if method == "ltmp" else 0.9
+
+
+def converted(method, name, **settings):
+    return copy.deepcopy(_converted(method, name, tuple(settings.items())))
+
+
+@functools.cache
+def _converted(method, name, settings):
+    model = toy(name)
+    chosen = dict(settings) or {"ratio": reachable(method, name)}
+    ltm.merge_tokens_(model, config(method, **chosen), size_of(name))
+    if method == "ltmp":
+        loosen(model)
+    return model
+
+
+def loosen(model):
+    """Thresholds at which random networks merge and prune."""
+    for _, merger in mergers(model):
+        merger.merge_threshold.data.fill_(0.5)
+        merger.prune_threshold.data.fill_(0.3 / merger.site.num_in)
+
+
+@torch.no_grad()
+def run(model, images):
+    return model(images)
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_ratio_one_is_the_identity(method, name):
+    model, images = toy(name), pictures(name)
+    before = run(model, images)
+    report = ltm.merge_tokens_(model, config(method, ratio=1), size_of(name))
+    assert report.share == 1
+    torch.testing.assert_close(run(model, images), before, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_a_budget_is_met_and_merging_happens(method, name):
+    images, ratio = pictures(name), reachable(method, name)
+    before = run(toy(name), images)
+    model = converted(method, name)
+    report = ltm.api.report(model)
+    assert ratio - 0.1 < report.share <= ratio
+    after = run(model, images)
+    assert torch.isfinite(after).all()
+    assert (after - before).abs().max() > 1e-6
+    assert "blocks merge" in str(report)
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_undoing_gives_the_model_back(method, name):
+    model, images = toy(name), pictures(name)
+    before, keys, kinds = (
+        run(model, images),
+        list(model.state_dict()),
+        [type(m) for m in model.modules()],
+    )
+    ltm.merge_tokens_(model, config(method, per_block=0.9), size_of(name))
+    ltm.unmerge_tokens_(model)
+    assert list(model.state_dict()) == keys
+    assert [type(m) for m in model.modules()] == kinds
+    assert torch.equal(run(model, images), before)
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_original_checkpoints_load(method, name):
+    model, weights = converted(method, name), toy(name).state_dict()
+    result = model.load_state_dict(weights, strict=False)
+    assert not result.unexpected_keys
+    assert all("merger" in key for key in result.missing_keys)
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_a_prediction_does_not_depend_on_its_batch(method, name):
+    model, images = converted(method, name), pictures(name, batch=5)
+    alone = torch.cat([run(model, image[None]) for image in images])
+    torch.testing.assert_close(run(model, images), alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_copies_are_independent_and_alike(method, name):
+    model, images = converted(method, name), pictures(name)
+    expected = run(model, images)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(twin, images), expected)
+        assert twin.token_merging.state is not model.token_merging.state
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_two_threads_do_not_disturb_each_other(method, name):
+    model = converted(method, name)
+    batches = [pictures(name, batch=2), pictures(name, batch=3).flip(-1)]
+    expected = [run(model, images) for images in batches]
+    results = [[], []]
+
+    def work(which):
+        for _ in range(4):
+            results[which].append(run(model, batches[which]))
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for which in (0, 1):
+        assert len(results[which]) == 4
+        for result in results[which]:
+            torch.testing.assert_close(result, expected[which], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["vit", "pooled", "swin", "mobilevit", "efficientvit"])
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_extreme_merging_in_half_precision_at_batch_one(method, name, dtype):
+    model = converted(method, name, per_block=0.2)
+    with torch.autocast("cpu", dtype):
+        assert torch.isfinite(run(model, pictures(name, batch=1))).all()
+
+
+LEARNERS = [
+    {},
+    {"support": "learned"},
+    {"support": "learned", "space": "token"},
+    {"support": "learned", "scope": "batch"},
+    {"support": "learned", "mask_form": "letter"},
+    {"labels": "true"},
+    {"step": "raw"},
+    {"mlp": True},
+]
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+@pytest.mark.parametrize("settings", LEARNERS, ids=str)
+def test_gradients_reach_every_mask_parameter_and_nothing_frozen_moves(settings, name):
+    ratio = 0.8
+    model, images = toy(name), pictures(name, batch=4)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=ratio, **settings), size_of(name))
+    labels = torch.arange(4)
+    collect_statistics_(model, [(images, labels)])
+    learnable = set()
+    for module_name, merger in mergers(model):
+        learnable |= {f"{module_name}.{n}" for n, _ in merger.named_parameters()}
+        merger.train()
+    if settings.get("step") == "raw":
+        learnable = {n for n in learnable if not n.endswith("gain")}
+    for name_, parameter in model.named_parameters():
+        parameter.requires_grad_(name_ in learnable)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    from ltm.api import announcing
+
+    with announcing(model, labels):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    loss.backward()
+    optimiser.step()
+    for name_, parameter in model.named_parameters():
+        if name_ in learnable:
+            assert parameter.grad is not None, name_
+            assert torch.isfinite(parameter.grad).all(), name_
+        else:
+            assert torch.equal(parameter, before[name_]), name_
+    gains = [n for n in learnable if n.endswith("gain") or "logits" in n]
+    moved = [n for n in gains if not torch.equal(dict(model.named_parameters())[n], before[n])]
+    assert moved
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+def test_noise_only_in_training(name):
+    model, images = toy(name), pictures(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, support="learned"), size_of(name))
+    assert torch.equal(run(model, images), run(model, images))
+    for _, merger in mergers(model):
+        merger.noise = 3.0
+    assert torch.equal(run(model, images), run(model, images))
+    for _, merger in mergers(model):
+        merger.train()
+    assert not torch.equal(run(model, images), run(model, images))
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_order_of_tokens(name):
+    """LTM keeps the spatial order; ToMe puts the sides one after the other."""
+    sorted_places = {}
+    for method in ("ltm", "tome"):
+        model = converted(method, name)
+        records = [r for r in _records(model, pictures(name)) if r.decision is not None]
+        places = records[0].decision.merge.assignment
+        alone = (places[..., None] == places[:, None]).sum(dim=-1) == 1
+        kept = [image[single] for image, single in zip(places, alone, strict=True)]
+        sorted_places[method] = all(bool((image.diff() > 0).all()) for image in kept)
+    assert sorted_places == {"ltm": True, "tome": False}
+
+
+@pytest.mark.parametrize(("method", "name"), [c for c in CASES if c[1] != "headless"])
+def test_maps_come_from_the_original_patches(method, name):
+    model, images = converted(method, name), pictures(name)
+    maps = ltm.merge_maps(model, images)
+    assert maps
+    for weights in maps.values():
+        assert weights.shape[0] == len(images)
+        sums = weights.sum(dim=1)
+        alive = sums > 0.5
+        torch.testing.assert_close(sums[alive], torch.ones_like(sums[alive]), atol=1e-5, rtol=0)
+        if method != "ltmp":
+            assert alive.all()
+
+
+def test_masking_and_removing_decide_alike(unchecked_shapes):
+    model, images = converted("ltmp", "vit"), pictures("vit", batch=3)
+    removed = run(model, images)
+    masked = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(masked, images), removed, atol=1e-5, rtol=1e-4)
+    counts = [record.merged.shape[1] for record in _records(model, images)]
+    assert min(counts) < 30
+
+
+def _records(model, images):
+    from ltm.api import watching
+
+    with watching(model) as records:
+        run(model, images)
+    return records
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_peers_restore_the_grid(name):
+    model, images = toy(name), pictures(name)
+    shape = model.forward_features(images).shape
+    ltm.merge_tokens_(model, ltm.ToMe(ratio=0.9), size_of(name))
+    assert model.forward_features(images).shape == shape

@@ -1,0 +1,99 @@
+"""Freezing, saving and loading."""
+
+import json
+
+import pytest
+import torch
+
+import ltm
+from ltm.methods import methods
+from toys import TOYS, pictures, size_of, toy
+
+STATIC = ltm.LTM(per_block=0.8, support="learned", weights="uniform")
+
+
+def prepared(name, config):
+    model, images = toy(name), pictures(name)
+    ltm.merge_tokens_(model, config, size_of(name))
+    if config.name == "ltm" and config.weights == "informative" and name != "headless":
+        ltm.collect_statistics_(model, [images])
+    return model, images
+
+
+CONFIGS = [
+    *(method(per_block=0.85) for _, method in sorted(methods().items())),
+    STATIC,
+    ltm.LTM(per_block=0.85, support="learned", scope="batch"),
+]
+IDS = [f"{c.name}-{getattr(c, 'support', '')}-{getattr(c, 'scope', '')}" for c in CONFIGS]
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_freezing_changes_no_output(name, config):
+    model, images = prepared(name, config)
+    with torch.no_grad():
+        expected = model(images)
+        ltm.freeze_(model)
+        torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-4)
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "merger" in n)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_frozen_static_mask_keeps_no_parameter(name):
+    model, _ = prepared(name, STATIC)
+    ltm.freeze_(model)
+    assert not [n for n, _ in model.named_parameters() if "merger" in n]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_loading_gives_the_same_bits(config, frozen, tmp_path):
+    for name in ("vit", "swin", "mobilevit", "efficientvit"):
+        model, images = prepared(name, config)
+        if frozen:
+            ltm.freeze_(model)
+        ltm.save(model, tmp_path / name)
+        again = ltm.load(tmp_path / name, toy(name))
+        with torch.no_grad():
+            assert torch.equal(again(images), model(images)), name
+        assert ltm.token_counts(again) == ltm.token_counts(model)
+        assert again.token_merging.config == config
+
+
+def test_a_timm_model_comes_back_without_a_host(tmp_path):
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=64).eval()
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    ltm.save(model, tmp_path)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(ltm.load(tmp_path)(images), model(images))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architecture"] == "vit_tiny_patch16_224"
+    assert config["token_merging"]["method"] == "ltm"
+    assert config["num_classes"] == 7
+
+
+def test_what_does_not_fit_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"ltm\.save"):
+        ltm.load(tmp_path)
+    model, _ = prepared("vit", ltm.ToMe(per_block=0.9))
+    ltm.save(model, tmp_path)
+    with pytest.raises(ValueError, match="made with the arguments"):
+        ltm.load(tmp_path, toy("registers"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="token_merging"):
+        ltm.load(tmp_path, toy("vit"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="JSON"):
+        ltm.load(tmp_path, toy("vit"))
+
+
+def test_a_frozen_model_stays_as_it_is():
+    model, _ = prepared("vit", STATIC)
+    ltm.freeze_(model)
+    with pytest.raises(ValueError, match="frozen"):
+        ltm.api.set_ratio_(model, 0.9)
+    assert ltm.freeze_(model) is model

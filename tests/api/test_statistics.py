@@ -1,0 +1,81 @@
+"""Class statistics of the sites."""
+
+import pytest
+import torch
+
+import ltm
+from ltm.api import mergers
+from toys import pictures, size_of, toy
+
+
+def converted(name="vit", **settings):
+    model = toy(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, **settings), size_of(name))
+    return model
+
+
+def test_without_statistics_the_step_is_zero():
+    images = pictures("vit")
+    with torch.no_grad():
+        informative, uniform = converted()(images), converted(weights="uniform")(images)
+        torch.testing.assert_close(informative, uniform)
+
+
+def test_statistics_wake_the_step():
+    model, images = converted(gain=1.0), pictures("vit", batch=6)
+    with torch.no_grad():
+        before = model(images)
+        assert ltm.collect_statistics_(model, [(images, torch.arange(6))]) == 6
+        assert all(merger.active for _, merger in mergers(model))
+        assert not torch.allclose(model(images), before)
+
+
+def test_own_predictions_serve_as_labels():
+    images = pictures("vit", batch=6)
+    model = converted()
+    ltm.collect_statistics_(model, [images])
+    own = model(images).argmax(dim=1)
+    step = next(m.informative for _, m in mergers(model))
+    assert set(step.present.nonzero()[:, 0].tolist()) <= set(range(10))
+    assert step.present.sum() <= own.unique().numel() + 2
+    columns = step.costs.neg().exp().sum(dim=1)
+    torch.testing.assert_close(columns, torch.ones_like(columns), atol=1e-3, rtol=0)
+
+
+def test_batches_add_up():
+    images, labels = pictures("vit", batch=6), torch.arange(6)
+    one, many = converted(), converted()
+    ltm.collect_statistics_(one, [(images, labels)])
+    ltm.collect_statistics_(many, [(images[:1], labels[:1]), (images[1:], labels[1:])])
+    for (_, a), (_, b) in zip(mergers(one), mergers(many), strict=True):
+        torch.testing.assert_close(
+            a.informative.centroids, b.informative.centroids, atol=1e-5, rtol=1e-5
+        )
+        torch.testing.assert_close(a.informative.costs, b.informative.costs, atol=1e-4, rtol=1e-4)
+
+
+def test_an_empty_loader_is_refused():
+    with pytest.raises(ValueError, match="no images"):
+        ltm.collect_statistics_(converted(), [])
+
+
+def test_the_informative_step_lowers_the_bound():
+    """A small step along the logits reduces the bound that it descends."""
+    model, images, labels = converted(), pictures("vit", batch=6), torch.arange(6)
+    ltm.collect_statistics_(model, [(images, labels)])
+    step = next(m.informative for _, m in mergers(model))
+    tokens = torch.randn(6, 20, 32)
+    size = torch.ones(6, 20)
+
+    def bound(logits):
+        weight = (size * logits.exp()) / (size * logits.exp()).sum(1, keepdim=True)
+        feature = (weight[:, None] @ tokens)[:, 0]
+        from ltm.core.clustering import class_membership
+
+        phi = class_membership(feature, step.centroids, 10.0, step.present)
+        return (phi * step.costs[labels]).sum(1)
+
+    flat = torch.zeros(6, 20)
+    direction = step(tokens, size, labels, None)
+    assert (bound(1e-2 * direction) < bound(flat) + 1e-7).all()
+    assert (bound(1e-2 * direction) < bound(flat)).any()

@@ -1,0 +1,160 @@
+"""The Merge values: four forms of one idea."""
+
+import pytest
+import torch
+
+from ltm.core.merge import (
+    DenseMerge,
+    GridMerge,
+    MatchedMerge,
+    StaticMerge,
+    compose_weights,
+    restore_through,
+)
+
+B, K, C = 3, 2, 5
+
+
+def supports(h, w, h2, w2):
+    """Overlapping windows around evenly spaced anchors, every token covered."""
+
+    def axis(n, p):
+        centres = (torch.arange(p) + 0.5) * n / p
+        return ((torch.arange(n)[:, None] + 0.5 - centres).abs() <= n / p).double()
+
+    return axis(h, h2), axis(w, w2)
+
+
+def grid_merge(weight=None, num_prefix=0):
+    rows, columns = supports(6, 8, 4, 5)
+    return GridMerge(rows=rows, columns=columns, weight=weight, num_prefix=num_prefix)
+
+
+def matched_merge(prune=False, keep_norm=False):
+    assignment = torch.tensor([[0, 1, 2, 3, 2, 4, 3, 2]]).expand(B, -1)
+    weight = torch.rand(B, 8, dtype=torch.float64) + 0.1
+    if prune:
+        weight[:, 4] = 0
+    return MatchedMerge(
+        assignment=assignment, weight=weight, num_places=5, num_prefix=K, keep_norm=keep_norm
+    )
+
+
+def merges():
+    weight = torch.rand(B, 48, dtype=torch.float64) + 0.1
+    dense_support = torch.kron(*supports(6, 8, 4, 5))
+    size = torch.ones(1, 48 + K, dtype=torch.float64)
+    return {
+        "dense": DenseMerge.from_support(dense_support, weight, num_prefix=K),
+        "grid": grid_merge(weight, K),
+        "plain grid": grid_merge(None, K),
+        "matched": matched_merge(),
+        "pruned": matched_merge(prune=True),
+        "static": StaticMerge.fold(grid_merge(None, K), size),
+    }
+
+
+@pytest.fixture(params=list(merges()))
+def merge(request):
+    return merges()[request.param]
+
+
+def tokens(merge):
+    return torch.randn(B, merge.num_in + K, C, dtype=torch.float64)
+
+
+def test_columns_sum_to_one(merge):
+    sums = merge.weights().sum(dim=1)
+    torch.testing.assert_close(sums, torch.ones_like(sums))
+    assert (merge.weights() >= 0).all()
+
+
+def test_merging_is_the_product_with_the_weights(merge):
+    x = tokens(merge)
+    expected = merge.weights().mT @ x[:, K:]
+    torch.testing.assert_close(merge(x)[:, K:], expected.expand(B, -1, -1))
+    assert merge(x).shape[1] == merge.num_out + K
+
+
+def test_prefix_tokens_pass(merge):
+    x = tokens(merge)
+    torch.testing.assert_close(merge(x)[:, :K], x[:, :K])
+    torch.testing.assert_close(merge.restore(merge(x))[:, :K], x[:, :K])
+
+
+def test_restoring_uses_the_row_normalised_mask(merge):
+    if isinstance(merge, MatchedMerge):
+        pytest.skip("groups restore by their place, also what was pruned")
+    y = torch.randn(B, merge.num_out + K, C, dtype=torch.float64)
+    weights = merge.weights()
+    back = weights / weights.sum(dim=2, keepdim=True)
+    torch.testing.assert_close(merge.restore(y)[:, K:], (back @ y[:, K:]).expand(B, -1, -1))
+
+
+def test_constant_tokens_stay_constant(merge):
+    x = torch.ones(B, merge.num_in + K, C, dtype=torch.float64)
+    torch.testing.assert_close(merge(x), torch.ones_like(merge(x)))
+    torch.testing.assert_close(merge.restore(merge(x)), x)
+
+
+def test_sizes_count_patches(merge):
+    before = torch.ones(B, merge.num_in + K, dtype=torch.float64)
+    after = merge.sizes(before)
+    dropped = int((merge.weight == 0).sum() / B) if isinstance(merge, MatchedMerge) else 0
+    torch.testing.assert_close(
+        after.expand(B, -1).sum(dim=1), before.sum(dim=1) - dropped, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_separable_form_equals_the_dense_one():
+    weight = torch.rand(B, 48, dtype=torch.float64) + 0.1
+    grid = grid_merge(weight)
+    dense = DenseMerge.from_support(torch.kron(grid.rows, grid.columns), weight)
+    x = torch.randn(B, 48, C, dtype=torch.float64)
+    y = torch.randn(B, 20, C, dtype=torch.float64)
+    size = torch.rand(B, 48, dtype=torch.float64)
+    torch.testing.assert_close(grid(x), dense(x), atol=1e-6, rtol=0)
+    torch.testing.assert_close(grid.restore(y), dense.restore(y), atol=1e-6, rtol=0)
+    torch.testing.assert_close(grid.sizes(size), dense.sizes(size), atol=1e-6, rtol=0)
+    torch.testing.assert_close(grid.weights(), dense.weights(), atol=1e-6, rtol=0)
+
+
+def test_matched_form_equals_the_dense_one():
+    matched = matched_merge()
+    support = torch.nn.functional.one_hot(matched.assignment, 5).double()[:, K:, K:]
+    dense = DenseMerge.from_support(support, matched.weight[:, K:], num_prefix=K)
+    x = tokens(matched)
+    y = torch.randn(B, 5, C, dtype=torch.float64)
+    torch.testing.assert_close(matched(x), dense(x), atol=1e-6, rtol=0)
+    torch.testing.assert_close(matched.restore(y), dense.restore(y), atol=1e-6, rtol=0)
+
+
+def test_kept_norm_is_the_largest_of_the_group():
+    merge = matched_merge(keep_norm=True)
+    x = tokens(merge)
+    merged = merge(x)
+    norms = x.norm(dim=-1)
+    expected = torch.stack([norms[:, [2, 4, 7]].amax(1), norms[:, [3, 6]].amax(1), norms[:, 5]], 1)
+    torch.testing.assert_close(merged[:, 2:].norm(dim=-1), expected, rtol=1e-5, atol=1e-5)
+    direction = torch.nn.functional.cosine_similarity(merged, merge.average(x), dim=-1)
+    torch.testing.assert_close(direction, torch.ones_like(direction), rtol=1e-5, atol=1e-5)
+
+
+def test_a_pruned_token_leaves_no_trace():
+    merge = matched_merge(prune=True)
+    x = tokens(merge)
+    changed = x.clone()
+    changed[:, 4] += 100
+    torch.testing.assert_close(merge(x), merge(changed))
+
+
+def test_merges_compose_and_restore_in_turn():
+    first = grid_merge()
+    second = GridMerge(rows=torch.ones(4, 2).double(), columns=torch.eye(5).double())
+    total = compose_weights([first, second])
+    x = torch.randn(B, 48, C, dtype=torch.float64)
+    torch.testing.assert_close(total.mT @ x, second(first(x)))
+    back = restore_through([first, second], second(first(x)))
+    torch.testing.assert_close(back, first.restore(second.restore(second(first(x)))))
+    with pytest.raises(ValueError, match="merges"):
+        compose_weights([])

@@ -1,0 +1,65 @@
+"""Small networks of every family, quick enough for tables of tests."""
+
+from collections.abc import Callable
+
+import timm
+import torch
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+NUM_CLASSES = 10
+
+
+def _vit(**arguments: object) -> nn.Module:
+    settings = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 2}
+    return VisionTransformer(**{**settings, "num_classes": NUM_CLASSES, **arguments})
+
+
+def _swin() -> nn.Module:
+    return SwinTransformer(
+        img_size=112, embed_dim=16, depths=(2, 2), num_heads=(1, 2), num_classes=NUM_CLASSES
+    )
+
+
+SEQUENCES: dict[str, Callable[[], nn.Module]] = {
+    "vit": _vit,
+    "layer_scale": lambda: _vit(init_values=0.1, no_embed_class=True),
+    "registers": lambda: _vit(reg_tokens=4, no_embed_class=True),
+    "pooled": lambda: _vit(class_token=False, global_pool="avg"),
+    "qk_norm": lambda: _vit(qk_norm=True),
+    "distilled": lambda: VisionTransformerDistilled(
+        img_size=48, patch_size=8, embed_dim=32, depth=6, num_heads=2, num_classes=NUM_CLASSES
+    ),
+    "headless": lambda: _vit(num_classes=0),
+}
+GRIDS: dict[str, Callable[[], nn.Module]] = {
+    "swin": _swin,
+    "mobilevit": lambda: timm.create_model("mobilevit_xxs", num_classes=NUM_CLASSES),
+    "efficientvit": lambda: timm.create_model("efficientvit_b0", num_classes=NUM_CLASSES),
+}
+TOYS = SEQUENCES | GRIDS
+SIZES = {"swin": 112, "mobilevit": 96, "efficientvit": 96}
+
+
+def toy(name: str) -> nn.Module:
+    """A toy network in evaluation mode, the same weights every time."""
+    torch.manual_seed(0)
+    model = TOYS[name]()
+    for parameter in model.parameters():
+        if parameter.ndim == 1 and bool((parameter == 0).all()):
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model.eval()
+
+
+def size_of(name: str) -> int:
+    return SIZES.get(name, 48)
+
+
+def pictures(name: str, batch: int = 2) -> Tensor:
+    """Smooth random images: neighbouring patches are alike, as in pictures."""
+    generator = torch.Generator().manual_seed(1)
+    coarse = torch.randn(batch, 3, 12, 12, generator=generator)
+    size = size_of(name)
+    return nn.functional.interpolate(coarse, (size, size), mode="bilinear")
