@@ -124,6 +124,8 @@ def test_cocos_own_layout(coco_folder, tmp_path):
     assert len(open_detection(tmp_path, split="train", annotations=names)) == 8
     with pytest.raises(FileNotFoundError, match=r"none of annotations/instances_train2017.json"):
         open_detection(tmp_path, split="train")
+    with pytest.raises(FileNotFoundError, match=r"none of labels\.json; name the annotation file"):
+        open_detection(tmp_path, annotations="labels.json")
 
 
 def test_bad_sources_are_refused(odd_data, tmp_path):

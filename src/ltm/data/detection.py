@@ -188,24 +188,29 @@ def _read_annotations(
     store: FileStore, split: str, annotations: str | Path | None
 ) -> CocoAnnotations:
     """Read the given annotation file, or the one found under a usual name, one folder deep."""
-    names = set(store.names())
-    if annotations is not None and str(annotations) not in names:
+    if annotations is not None and Path(annotations).is_file():
         where, content = str(annotations), Path(annotations).read_bytes()
     else:
-        usual = [str(annotations)] if annotations else _usual_names(split)
-        tops = sorted({name.split("/", 1)[0] for name in names if "/" in name})
-        candidates = [*usual, *(f"{top}/{name}" for top in tops for name in usual)]
-        chosen = next((name for name in candidates if name in names), None)
-        if chosen is None:
-            raise FileNotFoundError(
-                f"{store.path} has none of {', '.join(usual)}; name the annotation file"
-            )
-        where, content = f"{store.path}/{chosen}", store.read(chosen)
+        inside = _find_annotations(
+            store, [str(annotations)] if annotations else _usual_names(split)
+        )
+        where, content = f"{store.path}/{inside}", store.read(inside)
     try:
         data = json.loads(content)
     except ValueError as error:
         raise ValueError(f"{where} is no JSON: {error}") from error
     return check_annotations(data, where)
+
+
+def _find_annotations(store: FileStore, usual: list[str]) -> str:
+    names = set(store.names())
+    tops = sorted({name.split("/", 1)[0] for name in names if "/" in name})
+    for name in [*usual, *(f"{top}/{name}" for top in tops for name in usual)]:
+        if name in names:
+            return name
+    raise FileNotFoundError(
+        f"{store.path} has none of {', '.join(usual)}; name the annotation file"
+    )
 
 
 def _usual_names(split: str) -> list[str]:
