@@ -1,0 +1,230 @@
+"""The information bottleneck of a network, block by block, on labelled images.
+
+The feature of a block is the mean of its tokens after the merge, each weighed by the patches it
+stands for. Centroids need all images before memberships can be measured, so features are gone
+through twice; where they fit into memory the network runs only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ltm.api import (
+    Record,
+    conversion_of,
+    is_merging,
+    merge_tokens_,
+    unmerge_tokens_,
+    watching,
+)
+from ltm.core.bottleneck import BETA
+from ltm.core.clustering import class_centroids, class_membership, class_sums, image_features
+from ltm.core.cost import evaluating
+from ltm.core.statistics import ClassStatistics
+from ltm.core.validation import check_labels
+from ltm.evaluation.processes import require_images, sum_over_processes
+from ltm.methods import ToMe
+
+Key = tuple[str, int]
+"""A model and a block of it."""
+
+_INPUT: Key = ("\0input", -1)
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteBottleneck:
+    """Information bottleneck of one block's merged tokens, in nats; `loss <= bound - c0`."""
+
+    model: str
+    block: int
+    loss: float
+    bound: float
+    c0: float
+    input_information: float
+    label_information: float
+    num_images: int
+
+
+class _Features(NamedTuple):
+    """One batch: labels, and a feature per image for the inputs and for every block."""
+
+    labels: Tensor
+    features: dict[Key, Tensor]
+
+
+@contextmanager
+def watchable(model: nn.Module, image_size: tuple[int, int] | None = None) -> Iterator[nn.Module]:
+    """The model with blocks that can be watched: an untouched one is converted, merging nothing."""
+    if is_merging(model):
+        yield model
+        return
+    merge_tokens_(model, ToMe(ratio=1.0), image_size)
+    try:
+        yield model
+    finally:
+        unmerge_tokens_(model)
+
+
+def pooled_feature(record: Record, num_prefix: int) -> Tensor:
+    """Return the mean of a block's merged tokens by size, prefix tokens apart: `b t c -> b c`."""
+    tokens = record.merged[:, num_prefix:]
+    if record.size is None:
+        return tokens.float().mean(1)
+    size = record.size[:, num_prefix:].float()
+    share = size / size.sum(1, keepdim=True).clamp_min(1e-6)
+    return (share[:, None] @ tokens.float())[:, 0]
+
+
+@torch.no_grad()
+def measure_bottleneck(
+    models: Mapping[str, nn.Module],
+    batches: Iterable[Any],
+    num_classes: int,
+    *,
+    beta: float = BETA,
+    image_size: tuple[int, int] | None = None,
+    keep_mib: int = 1024,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda batches: batches,
+) -> list[SiteBottleneck]:
+    """Measure every block of every model on the same batches of `(images, labels)`.
+
+    Models that merge nothing are made watchable for the time. Features up to `keep_mib` stay in
+    memory between the two passes; beyond that the models run twice. Several processes give what
+    one would, however unevenly they share the images.
+    """
+    with ExitStack() as stack:
+        for model in models.values():
+            stack.enter_context(watchable(model, image_size))
+            stack.enter_context(evaluating(model))
+        passes = _Passes(models, batches, keep_mib * _MIB, progress)
+        clusters = _clusters(passes, num_classes)
+        # Tables are large (classes by classes, for each block): where features are kept, one
+        # model's at a time.
+        groups = [[name] for name in models] if passes.complete else [list(models)]
+        return [row for group in groups for row in _rows(passes, group, clusters, beta)]
+
+
+def overall(rows: Iterable[SiteBottleneck]) -> dict[str, SiteBottleneck]:
+    """Return each model's last block: where the layers' descent on the bound ends."""
+    last: dict[str, SiteBottleneck] = {}
+    for row in rows:
+        if row.model not in last or row.block > last[row.model].block:
+            last[row.model] = row
+    return last
+
+
+class _Passes:
+    """The batches' features, twice; kept from the first pass where they fit."""
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        batches: Iterable[Any],
+        limit: int,
+        progress: Callable[[Iterable[Any]], Iterable[Any]],
+    ) -> None:
+        self._models, self._batches = models, batches
+        self._progress = progress
+        self._limit = limit
+        self._kept: list[_Features] = []
+        self.complete = False
+
+    @property
+    def device(self) -> torch.device:
+        return next(next(iter(self._models.values())).parameters()).device
+
+    def __iter__(self) -> Iterator[_Features]:
+        if self.complete:
+            yield from self._kept
+            return
+        room = self._limit
+        for images, labels in self._progress(self._batches):
+            features = self._look(images, labels)
+            room -= sum(
+                value.numel() * value.element_size() for value in features.features.values()
+            )
+            if room >= 0:
+                self._kept.append(features)
+            else:
+                self._kept.clear()
+            yield features
+        self.complete = room >= 0
+
+    def _look(self, images: Tensor, labels: Tensor) -> _Features:
+        images = images.to(self.device)
+        features = {_INPUT: image_features(images)}
+        for name, model in self._models.items():
+            prefix = max((site.num_prefix for site in conversion_of(model).sites), default=0)
+            with watching(model) as records:
+                model(images.to(next(model.parameters()).dtype))
+            for record in records:
+                features[name, record.block] = pooled_feature(record, prefix)
+        return _Features(labels.to(self.device), features)
+
+
+class _Cluster(NamedTuple):
+    """The classes of one block: their centroids, and which have images at all."""
+
+    centroids: Tensor
+    present: Tensor
+
+
+def _clusters(passes: _Passes, num_classes: int) -> dict[Key, _Cluster]:
+    """First pass: class centroids, over all processes."""
+    sums: dict[Key, Tensor] = {}
+    counts = torch.zeros(num_classes, dtype=torch.float64, device=passes.device)
+    for labels, features in passes:
+        check_labels(labels, len(labels), num_classes)
+        counts += labels.bincount(minlength=num_classes)
+        for key, feature in features.items():
+            batch = class_sums(feature, labels, num_classes).double()
+            sums[key] = batch if key not in sums else sums[key] + batch
+    require_images(int(counts.sum()), passes.device)
+    counts = sum_over_processes(counts)
+    return {
+        key: _Cluster(class_centroids(sum_over_processes(value), counts), counts > 0)
+        for key, value in sums.items()
+    }
+
+
+def _rows(
+    passes: _Passes, names: list[str], clusters: Mapping[Key, _Cluster], beta: float
+) -> list[SiteBottleneck]:
+    """Second pass: memberships and joint tables of some models."""
+    found: dict[Key, ClassStatistics] = {}
+    for labels, features in passes:
+        inputs = class_membership(features[_INPUT], *_beta(clusters[_INPUT], beta))
+        for key, feature in features.items():
+            if key[0] not in names:
+                continue
+            if key not in found:
+                num_classes, width = clusters[key].centroids.shape
+                found[key] = ClassStatistics.zeros(num_classes, width, device=feature.device)
+            membership = class_membership(feature, *_beta(clusters[key], beta))
+            found[key].update(feature, labels, membership, inputs)
+    return [_row(key, found[key].all_reduce()) for key in found]
+
+
+def _beta(cluster: _Cluster, beta: float) -> tuple[Tensor, float, Tensor]:
+    return cluster.centroids, beta, cluster.present
+
+
+def _row(key: Key, statistics: ClassStatistics) -> SiteBottleneck:
+    result = statistics.bottleneck()
+    return SiteBottleneck(
+        model=key[0],
+        block=key[1],
+        loss=float(result.loss),
+        bound=float(result.bound),
+        c0=float(result.c0),
+        input_information=float(result.input_information),
+        label_information=float(result.label_information),
+        num_images=round(float(statistics.counts.sum())),
+    )

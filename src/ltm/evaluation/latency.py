@@ -1,0 +1,280 @@
+"""Time, throughput and memory of networks against the untouched one, in one interleaved run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ltm.evaluation.runners import (
+    MODES,
+    Runner,
+    TrainingStep,
+    fuse_attention_,
+    peak_memory_mib,
+)
+from ltm.evaluation.timing import Estimate, interleaved, speedup, spread, verdict
+
+BASE = "base"
+"""The method's name of the untouched network."""
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+Scope = Literal["model", "end-to-end", "training"]
+
+
+class Batches(Protocol):
+    """Batches of (images, labels) that can be gone through again and again."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Entrant:
+    """A network in the race. Its own weights are not touched: copies run."""
+
+    method: str
+    model: nn.Module
+    ratio: float | None = None
+    gmacs: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What all entrants of a race have in common."""
+
+    model: str
+    image_size: tuple[int, int]
+    batch_size: int
+    dtype: str = "fp32"
+    scope: Scope = "model"
+    device: str = "cpu"
+    channels_last: bool = False
+    rounds: int = 15
+    warmup: int = 3
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype}: it must be one of {', '.join(DTYPES)}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}: at least 1 is needed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One entrant in one mode. Times are per batch; intervals of ratios are 95%."""
+
+    model: str
+    method: str
+    ratio: float | None
+    gmacs: float | None
+    image_size: tuple[int, int]
+    batch_size: int
+    dtype: str
+    mode: str
+    scope: str
+    device: str
+    milliseconds: float | None = None
+    quartiles: tuple[float, float] | None = None
+    images_per_second: float | None = None
+    speedup: float | None = None
+    """Against the untouched network in the same mode."""
+    speedup_interval: tuple[float, float] | None = None
+    best_speedup: float | None = None
+    """Against the untouched network in its own fastest mode of this race."""
+    best_speedup_interval: tuple[float, float] | None = None
+    verdict: str = ""
+    peak_memory_mib: float | None = None
+    rounds: int = 0
+    note: str = ""
+    error: str = ""
+
+
+@dataclass(eq=False)
+class _Lane:
+    """An entrant made ready in one mode, or the reason why it could not be."""
+
+    entrant: Entrant
+    mode: str
+    run: Runner | None = None
+    memory: float | None = None
+    error: str = ""
+    times: list[float] = field(default_factory=list)
+
+
+def race(
+    entrants: Sequence[Entrant],
+    conditions: Conditions,
+    modes: Sequence[str] = ("eager",),
+    *,
+    images: Tensor | None = None,
+    loader: Batches | None = None,
+) -> list[Timing]:
+    """Time all entrants in all modes in turn; one of them must be the `BASE`.
+
+    `images` is the batch that all see (noise unless given). End to end, each turn goes through
+    `loader`, whose batches must all have the race's size. An entrant that cannot run, for want of
+    memory say, gets a row that says so, and the others go on.
+    """
+    if not any(entrant.method == BASE for entrant in entrants):
+        raise ValueError(f"entrants: one of them must be {BASE!r}, the untouched network")
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode}: it must be one of {', '.join(MODES)}")
+    if (conditions.scope == "end-to-end") != (loader is not None):
+        raise ValueError("loader: it is needed for scope end-to-end, and for no other")
+    torch.compiler.reset()
+    batch = _batch(conditions, images)
+    lanes = [lane for entrant in entrants for lane in _lanes(entrant, conditions, modes, batch)]
+    calls = {
+        str(index): _turn(lane.run, batch, loader)
+        for index, lane in enumerate(lanes)
+        if lane.run is not None
+    }
+    times = interleaved(calls, batch.device, rounds=conditions.rounds, warmup=conditions.warmup)
+    per_turn = 1 if loader is None else len(loader)
+    for index, values in times.items():
+        lanes[int(index)].times = [value / per_turn for value in values]
+    rows = _rows(lanes, conditions)
+    calls.clear()
+    lanes.clear()
+    _free(batch.device)
+    return rows
+
+
+def _batch(conditions: Conditions, images: Tensor | None) -> Tensor:
+    if images is None:
+        shape = (conditions.batch_size, 3, *conditions.image_size)
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if len(images) != conditions.batch_size:
+        raise ValueError(f"images: got {len(images)}; the batch size is {conditions.batch_size}")
+    dtype = torch.float32 if conditions.scope == "training" else DTYPES[conditions.dtype]
+    images = images.to(conditions.device, dtype)
+    if conditions.channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    return images
+
+
+def _lanes(
+    entrant: Entrant, conditions: Conditions, modes: Sequence[str], batch: Tensor
+) -> list[_Lane]:
+    """Make an entrant ready in every mode, on one copy of its weights."""
+    lanes = [_Lane(entrant, mode) for mode in modes]
+    try:
+        model = _copy(entrant.model, conditions, batch)
+    except Exception as error:  # noqa: BLE001 - a grid goes on where one cell of it fails
+        for lane in lanes:
+            lane.error = _reason(error)
+        return lanes
+    for lane in lanes:
+        try:
+            run = _runner(model, lane.mode, conditions, batch)
+            run(batch)
+            lane.memory = peak_memory_mib(getattr(run, "run", run), model, batch)
+            lane.run = run
+        except Exception as error:  # noqa: BLE001
+            lane.error = _reason(error)
+            _free(batch.device)
+    return lanes
+
+
+def _copy(model: nn.Module, conditions: Conditions, batch: Tensor) -> nn.Module:
+    model = copy.deepcopy(model).to(batch.device)
+    fuse_attention_(model)
+    if conditions.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    return model.train() if conditions.scope == "training" else model.eval().to(batch.dtype)
+
+
+def _runner(model: nn.Module, mode: str, conditions: Conditions, batch: Tensor) -> Runner:
+    if conditions.scope != "training":
+        return MODES[mode](model, batch)
+    if mode not in ("eager", "compiled"):
+        raise ValueError(f"a training step runs eager or compiled, not in mode {mode}")
+    with torch.no_grad():
+        num_classes = model(batch).shape[-1]
+    step = torch.compile(model, dynamic=False) if mode == "compiled" else model
+    return TrainingStep(step, num_classes, DTYPES[conditions.dtype])  # pyright: ignore[reportArgumentType]
+
+
+def _turn(run: Runner, batch: Tensor, loader: Batches | None) -> Callable[[], object]:
+    """One turn of an entrant: a batch, or all batches of the loader."""
+    if loader is None:
+        # A captured graph reads its own input; handing it that one saves a copy per call.
+        own = getattr(run, "images", batch)
+        return lambda: run(own)
+
+    def go() -> None:
+        out = None
+        for images, _ in loader:
+            out = run(images.to(batch.device, batch.dtype, non_blocking=True))
+        # The last batch is done when its output can be read.
+        torch.as_tensor(out).cpu()
+
+    return go
+
+
+def _rows(lanes: Sequence[_Lane], conditions: Conditions) -> list[Timing]:
+    bases = {lane.mode: lane for lane in lanes if lane.entrant.method == BASE and lane.times}
+    best = min(bases.values(), key=lambda lane: spread(lane.times).median, default=None)
+    return [_row(lane, bases.get(lane.mode), best, conditions) for lane in lanes]
+
+
+def _row(lane: _Lane, base: _Lane | None, best: _Lane | None, conditions: Conditions) -> Timing:
+    entrant = lane.entrant
+    known: dict[str, Any] = {
+        "model": conditions.model,
+        "method": entrant.method,
+        "ratio": entrant.ratio,
+        "gmacs": entrant.gmacs,
+        "image_size": conditions.image_size,
+        "batch_size": conditions.batch_size,
+        "dtype": conditions.dtype,
+        "mode": lane.mode,
+        "scope": conditions.scope,
+        "device": conditions.device,
+        "note": entrant.note,
+    }
+    if not lane.times:
+        return Timing(**known, verdict="did not run", error=lane.error)
+    time = spread(lane.times)
+    same = None if base is None else speedup(base.times, lane.times)
+    over_best = None if best is None else speedup(best.times, lane.times)
+    return Timing(
+        **known,
+        milliseconds=1e3 * time.median,
+        quartiles=(1e3 * time.low, 1e3 * time.high),
+        images_per_second=conditions.batch_size / time.median,
+        speedup=same and same.median,
+        speedup_interval=same and (same.low, same.high),
+        best_speedup=over_best and over_best.median,
+        best_speedup_interval=over_best and (over_best.low, over_best.high),
+        verdict=_verdict(entrant, same),
+        peak_memory_mib=lane.memory,
+        rounds=len(lane.times),
+    )
+
+
+def _verdict(entrant: Entrant, ratio: Estimate | None) -> str:
+    if entrant.method == BASE:
+        return "the measure"
+    return "no base to compare with" if ratio is None else verdict(ratio)
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"[:300]
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,89 @@
+"""One or several processes: each measures its own share of the images, rows are put together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+
+class Process(NamedTuple):
+    """This process's number among all that work together."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this one prints and writes for all."""
+        return self.rank == 0
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[Process]:
+    """Join the processes that torchrun started; alone, do nothing."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Process()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Process(distributed.get_rank(), distributed.get_world_size())
+    finally:
+        distributed.destroy_process_group()
+
+
+def local_device(name: str) -> torch.device:
+    """The device by name; "auto" is CUDA where there is one. Processes of torchrun share them."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {name}, but no CUDA device is available: use --device cpu")
+    if name == "cuda":
+        name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name}: auto, cpu, cuda or cuda:N is needed") from error
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """All processes' rows, in the order of their ranks; they may hold different numbers of them."""
+    if not _together():
+        return rows
+    count = torch.tensor([len(rows)], device=rows.device)
+    counts = [torch.zeros_like(count) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(counts, count)
+    sizes = [int(size) for size in counts]
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    everybody = [torch.zeros_like(padded) for _ in sizes]
+    distributed.all_gather(everybody, padded)
+    return torch.cat([part[:size] for part, size in zip(everybody, sizes, strict=True)])
+
+
+def sum_over_processes(values: Tensor) -> Tensor:
+    """The sum of all processes' tensors."""
+    if _together():
+        values = values.clone()
+        distributed.all_reduce(values)
+    return values
+
+
+def require_images(num_images: int, device: torch.device) -> None:
+    """Stop all processes with one error where any of them has no images."""
+    least = torch.tensor([num_images], device=device)
+    if _together():
+        distributed.all_reduce(least, distributed.ReduceOp.MIN)
+    if int(least) == 0:
+        where = "one of the processes has none of them" if _together() else "there are none"
+        raise ValueError(f"images are needed, but {where}")
+
+
+def _together() -> bool:
+    return distributed.is_available() and distributed.is_initialized()

@@ -1,0 +1,192 @@
+"""Ways to run a network: eager, compiled, captured, in ONNX Runtime; and a training step.
+
+A runner is called on a batch of images. Those that record the network once (a CUDA graph, an ONNX
+session) take batches of the size that they were made with.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Runner = Callable[[Tensor], Any]
+
+
+def eager(model: nn.Module, _images: Tensor) -> Runner:
+    """The network as it is."""
+    return _without_gradients(model)
+
+
+def compiled(model: nn.Module, images: Tensor) -> Runner:
+    """`torch.compile`, the whole graph, for this batch size."""
+    run = _without_gradients(torch.compile(model, fullgraph=True, dynamic=False))
+    run(images)
+    return run
+
+
+def _without_gradients(model: Callable[[Tensor], Any]) -> Runner:
+    def run(images: Tensor) -> Any:
+        with torch.no_grad():
+            return model(images)
+
+    return run
+
+
+class CapturedForward:
+    """A forward recorded as a CUDA graph and replayed.
+
+    A graph reads the memory that it was recorded with: the model and the input stay referenced.
+    """
+
+    def __init__(self, run: Runner, model: nn.Module, images: Tensor) -> None:
+        self.model, self.run = model, run
+        self.images = images.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(images.device), torch.no_grad():
+            _refuse_synchronisation(run, self.images)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    run(self.images)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self.graph):
+                self.output = run(self.images)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images is not self.images:
+            self.images.copy_(images, non_blocking=True)
+        self.graph.replay()
+        return self.output
+
+
+def _refuse_synchronisation(run: Runner, images: Tensor) -> None:
+    """Fail before the capture: one that breaks off half-way leaves the allocator in disorder."""
+    run(images)
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(images)
+    except RuntimeError as error:
+        raise ValueError(
+            "it cannot be captured: its token counts, or something else that the processor waits "
+            f"for, depend on the images ({_first_line(error)})"
+        ) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def cudagraph(model: nn.Module, images: Tensor) -> Runner:
+    """The eager network, captured as a CUDA graph."""
+    _require_cuda("cudagraph", images)
+    return CapturedForward(model, model, images)
+
+
+def compiled_cudagraph(model: nn.Module, images: Tensor) -> Runner:
+    """The compiled network, captured as a CUDA graph."""
+    _require_cuda("compiled-cudagraph", images)
+    return CapturedForward(compiled(model, images), model, images)
+
+
+def _require_cuda(mode: str, images: Tensor) -> None:
+    if images.device.type != "cuda":
+        raise ValueError(f"mode {mode} needs a CUDA device")
+
+
+class OnnxForward:
+    """A network exported to ONNX, for this batch size, in ONNX Runtime on the processor."""
+
+    def __init__(self, model: nn.Module, images: Tensor) -> None:
+        if images.device.type != "cpu" or images.dtype != torch.float32:
+            raise ValueError("mode onnxruntime is timed on the processor, in fp32")
+        try:
+            import onnxruntime  # noqa: PLC0415 - an optional extra
+        except ModuleNotFoundError as error:
+            raise ValueError("mode onnxruntime needs it: pip install 'ltm[export]'") from error
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                torch.onnx.export(model, (images,), str(path), dynamo=True, verbose=False)
+            self.session = onnxruntime.InferenceSession(str(path), options)
+        self.input_name = self.session.get_inputs()[0].name
+
+    def __call__(self, images: Tensor) -> Any:
+        return self.session.run(None, {self.input_name: images.numpy()})[0]
+
+
+MODES: dict[str, Callable[[nn.Module, Tensor], Runner]] = {
+    "eager": eager,
+    "compiled": compiled,
+    "cudagraph": cudagraph,
+    "compiled-cudagraph": compiled_cudagraph,
+    "onnxruntime": OnnxForward,
+}
+"""Ways to run a forward, by name."""
+
+
+class TrainingStep:
+    """Forward, cross-entropy, backward and a step of SGD on everything that learns.
+
+    Half precision is autocast over float32 weights, as in training.
+    """
+
+    def __init__(self, model: nn.Module, num_classes: int, dtype: torch.dtype) -> None:
+        self.model = model.train()
+        self.num_classes, self.dtype = num_classes, dtype
+        learning = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(learning, lr=1e-6, momentum=0.9)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        labels = torch.arange(len(images), device=images.device) % self.num_classes
+        half = self.dtype != torch.float32
+        with torch.autocast(images.device.type, self.dtype, enabled=half):
+            loss = F.cross_entropy(self.model(images), labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+
+def peak_memory_mib(run: Runner, model: nn.Module, images: Tensor) -> float | None:
+    """Memory that a run needs at its peak, weights included; None where nothing counts it."""
+    if images.device.type != "cuda":
+        return None
+    device = images.device
+    run(images)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run(images)
+    torch.cuda.synchronize(device)
+    weights = sum(p.numel() * p.element_size() for p in [*model.parameters(), *model.buffers()])
+    return (torch.cuda.max_memory_allocated(device) - before + weights) / 2**20
+
+
+def fuse_attention_(model: nn.Module) -> int:
+    """Switch fused attention on wherever timm has it; by default it leaves Swin without.
+
+    Returns how many attention layers have it.
+    """
+    found = 0
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "fused_attn"):
+            layer.fused_attn = True
+            found += 1
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,165 @@
+"""Result files: rows of several runs in one JSON file, and the same as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ltm.evaluation.environment import Environment
+from ltm.evaluation.latency import BASE, Timing
+
+_IDENTITY = ("model", "method", "ratio", "image_size", "batch_size", "dtype", "mode", "scope")
+
+
+class TimingFile:
+    """Timings gathered over several runs; ratios hold within a run, so each has its own base.
+
+    The file is replaced as a whole after every `add`: what was measured is never half written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            self.runs, self.rows = list(content["runs"]), list(content["rows"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.path} holds no timings that could be added to; choose another folder or "
+                "use --overwrite"
+            ) from error
+
+    def start_run(self, environment: Environment, settings: Mapping[str, object]) -> int:
+        """Note what the coming rows are measured on and with; return the run's number."""
+        number = len(self.runs) + 1
+        self.runs.append(
+            {
+                "run": number,
+                "environment": dataclasses.asdict(environment),
+                "settings": dict(settings),
+            }
+        )
+        return number
+
+    def add(self, rows: Iterable[Timing], run: int) -> None:
+        """Add rows and write the file."""
+        self.rows.extend({"run": run, **dataclasses.asdict(row)} for row in rows)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file in one step."""
+        text = json.dumps({"runs": self.runs, "rows": self.rows}, indent=1)
+        beside = self.path.with_suffix(".partial")
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(self.path)
+
+    def holds(self, row: Timing, device_name: str) -> bool:
+        """Whether such a row was measured before on such a device."""
+        wanted = _identity(dataclasses.asdict(row))
+        runs = {r["run"] for r in self.runs if r["environment"]["device"] == device_name}
+        return any(_identity(known) == wanted for known in self.rows if known["run"] in runs)
+
+    def markdown(self) -> str:
+        """All rows as tables, with what they were measured on."""
+        return to_markdown(self.rows, self.runs)
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[object, ...]:
+    return tuple(
+        tuple(value) if isinstance(value := row[name], list | tuple) else value
+        for name in _IDENTITY
+    )
+
+
+_LEGEND = (
+    "Times are medians of interleaved rounds; ratios are medians within rounds with 95% intervals, "
+    "above 1 is faster than the untouched network with fused attention."
+)
+_COLUMNS = (
+    "batch",
+    "mode",
+    "method",
+    "MACs",
+    "ms/batch (quartiles)",
+    "images/s",
+    "against base, same mode",
+    "against base, its best mode",
+    "verdict",
+    "peak MiB",
+    "run",
+    "note",
+)
+
+
+def to_markdown(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
+    """One table per model, precision and scope."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        size = "x".join(str(side) for side in row["image_size"])
+        groups.setdefault((row["model"], size, row["dtype"], row["scope"]), []).append(row)
+    lines = [
+        _LEGEND,
+        "",
+        *(_describe_run(run) for run in runs),
+    ]
+    for (model, size, dtype, scope), members in groups.items():
+        lines += ["", f"### {model} at {size}, {dtype}, {scope}", ""]
+        lines += [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+        ordered = sorted(members, key=lambda row: (row["run"], row["batch_size"], row["mode"]))
+        lines += [_line(_cells(row, ordered)) for row in ordered]
+    return "\n".join(lines) + "\n"
+
+
+def _describe_run(run: Mapping[str, Any]) -> str:
+    environment = run["environment"]
+    packages = ", ".join(f"{name} {found}" for name, found in environment["packages"].items())
+    cuda = f", CUDA {environment['cuda']}" if environment["cuda"] else ""
+    return (
+        f"- Run {run['run']}: {environment['device']}, {environment['cores']} cores "
+        f"({environment['threads']} threads), Python {environment['python']}, {packages}{cuda}."
+    )
+
+
+def _cells(row: Mapping[str, Any], members: Sequence[Mapping[str, Any]]) -> list[str]:
+    base = next((m for m in members if m["method"] == BASE and m["gmacs"]), None)
+    share = "" if base is None or not row["gmacs"] else f"{row['gmacs'] / base['gmacs']:.3f}"
+    name = row["method"] if row["ratio"] is None else f"{row['method']} {row['ratio']:g}"
+    if row["milliseconds"] is None:
+        return [
+            str(row["batch_size"]), row["mode"], name, share, "", "", "", "",
+            f"did not run: {row['error']}", "", str(row["run"]), row["note"],
+        ]  # fmt: skip
+    low, high = row["quartiles"]
+    memory = row["peak_memory_mib"]
+    return [
+        str(row["batch_size"]),
+        row["mode"],
+        name,
+        share,
+        f"{row['milliseconds']:.3g} ({low:.3g}-{high:.3g})",
+        f"{row['images_per_second']:.0f}",
+        _ratio(row["speedup"], row["speedup_interval"]),
+        _ratio(row["best_speedup"], row["best_speedup_interval"]),
+        row["verdict"],
+        "" if memory is None else f"{memory:.0f}",
+        str(row["run"]),
+        row["note"],
+    ]
+
+
+def _ratio(value: float | None, interval: Sequence[float] | None) -> str:
+    if value is None or interval is None:
+        return ""
+    return f"{value:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"

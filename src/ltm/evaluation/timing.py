@@ -1,0 +1,109 @@
+"""Clocks: calls timed in interleaved rounds, and what their ratios say.
+
+Machines drift: clocks rise and fall, neighbours come and go. So everything that is compared runs
+in one loop, a, b, c, a, b, c, and a speed-up is the median of the ratios within rounds, never the
+ratio of two times from different runs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A median with an interval around it."""
+
+    median: float
+    low: float
+    high: float
+
+
+def interleaved(
+    calls: Mapping[str, Call],
+    device: torch.device,
+    *,
+    rounds: int = 15,
+    warmup: int = 3,
+    least_seconds: float = 0.02,
+) -> dict[str, list[float]]:
+    """Seconds per call of each, one value a round, in rounds that run all of them in turn.
+
+    Short calls are repeated within a turn until it lasts about `least_seconds`.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}: at least 1 is needed")
+    repeats = {}
+    for name, call in calls.items():
+        for _ in range(warmup):
+            call()
+        seconds = max(time_call(call, device), 1e-7)
+        repeats[name] = max(1, math.ceil(least_seconds / seconds))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(time_call(call, device, repeats[name]))
+    return times
+
+
+def time_call(call: Call, device: torch.device, repeats: int = 1) -> float:
+    """Seconds per call: CUDA events on a GPU, the processor's clock elsewhere."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(repeats):
+                call()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / repeats
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - began) / repeats
+
+
+def spread(times: Sequence[float]) -> Estimate:
+    """Median and quartiles."""
+    values = torch.tensor(times, dtype=torch.float64)
+    low, median, high = (float(values.quantile(q)) for q in (0.25, 0.5, 0.75))
+    return Estimate(median=median, low=low, high=high)
+
+
+def speedup(base: Sequence[float], other: Sequence[float], level: float = 0.95) -> Estimate:
+    """How many times faster `other` is: the median of the rounds' ratios, with its interval.
+
+    The interval is that of order statistics: it assumes nothing about how times are distributed.
+    With fewer than six rounds it is the whole range, and covers less than `level`.
+    """
+    ratios = sorted(b / o for b, o in zip(base, other, strict=True))
+    rank = _rank(len(ratios), level)
+    median = float(torch.tensor(ratios, dtype=torch.float64).quantile(0.5))
+    return Estimate(median=median, low=ratios[rank], high=ratios[-1 - rank])
+
+
+def _rank(count: int, level: float) -> int:
+    """How many ordered values to leave out on each side, so that the rest holds the median."""
+    below, rank = 0.0, 0
+    for index in range(count // 2):
+        below += math.comb(count, index) / 2**count
+        if 2 * below > 1 - level:
+            break
+        rank = index + 1
+    return min(rank, (count - 1) // 2)
+
+
+def verdict(ratio: Estimate) -> str:
+    """Say it plainly: a gain, a loss, or neither, where the interval touches 1."""
+    if round(ratio.low, 2) > 1:
+        return f"{ratio.median:.2f}x"
+    if round(ratio.high, 2) < 1:
+        return f"{ratio.median:.2f}x, slower"
+    return "no gain here"
