@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "train": "Train a token-merging network from scratch on labelled images.",
+    "finetune": "Make a pretrained network merge tokens and train its mask modules.",
     "demo": "Measure the information bottleneck of features made up on the spot.",
 }
 
@@ -38,8 +40,11 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         return 0
     name, *options = args
-    command = getattr(import_module(f"ltm.cli.{name}"), name)
+    module = import_module(f"ltm.cli.{name}")
+    command = getattr(module, name)
     try:
+        if hasattr(module, "prepare"):  # defaults that follow from a recipe or a file
+            command = module.prepare(options)
         tyro.cli(command, prog=f"ltm {name}", description=_description(command), args=options)
     except BAD_INPUT as error:
         print(f"ltm {name}: {error}", file=sys.stderr)

@@ -1,0 +1,252 @@
+"""Settings of a training run: frozen values, the one source of YAML files and of the command line.
+
+Importing this module imports neither torch nor timm.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from ltm.data.config import AugmentConfig, DataConfig
+from ltm.training.values import named_values, plain, typed
+
+Precision = Literal["32", "bf16", "16"]
+Strategy = Literal["auto", "ddp", "fsdp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The network to train."""
+
+    name: Annotated[str, tyro.conf.arg(name="model")] = "vit_tiny_patch16_224"
+    """Name of a timm model."""
+    pretrained: bool = False
+    """Start from timm's published weights (needs a network)."""
+    weights: str | None = None
+    """Start from a local file in timm's keys, or from a folder that ltm wrote."""
+    num_classes: int | None = None
+    """Must be what the data have, and is by default; a head of another size starts anew."""
+    model_args: tuple[str, ...] = ()
+    """Arguments of the timm model, name=value, such as img_size=64 depth=4."""
+    drop_path: float = 0.0
+    """Stochastic depth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeSettings:
+    """How tokens are merged; one of `ratio` and `per_block` says how much."""
+
+    method: Literal["ltm", "ltmp", "tome", "tofu", "none"] = "ltm"
+    """Method, or none to train the network as it is."""
+    ratio: float | None = None
+    """Share of the original MACs to keep; 0.7 unless per_block is given."""
+    per_block: float | None = None
+    """Share of the tokens that every block keeps (it compounds)."""
+    method_options: tuple[str, ...] = ()
+    """Further settings of the method, name=value, such as support=learned labels=true."""
+    warm_epochs: int = 0
+    """First epochs, in which nothing is merged."""
+    noise: float = 1.0
+    """Initial scale of the noise on learned supports; it falls to 0 over the merging epochs."""
+    statistics: Literal["auto", "epoch", "pass"] = "auto"
+    """Class statistics from the epoch's own batches, or from a pass over clean images after it;
+    auto takes the epoch unless batches are mixed."""
+    statistics_images: int = 20000
+    """Images of a pass for class statistics, and of the one before the first merging epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings:
+    """Which parameters train."""
+
+    trainable: Literal["all", "mergers"] = "all"
+    """Everything, or the mask modules alone, normalisation layers left as they are."""
+    unfreeze: tuple[str, ...] = ()
+    """Patterns of further parameters that train, such as head.* or blocks.11.*"""
+    lora_rank: int = 0
+    """Rank of LoRA adapters (peft); 0 for none."""
+    lora_alpha: float = 16.0
+    """Scale of LoRA adapters."""
+    lora_targets: tuple[str, ...] = ("qkv", "proj")
+    """Projections that get LoRA adapters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    """Optimiser and learning rate."""
+
+    epochs: int = 300
+    """Epochs in all."""
+    optimizer: str = "adamw"
+    """Name of an optimiser of timm."""
+    lr: float = 1e-3
+    """Largest learning rate, at a total batch of reference_batch."""
+    reference_batch: int = 0
+    """Total batch that lr is meant for; it scales with the batch. 0: lr is taken as it is."""
+    merger_lr: float | None = None
+    """Learning rate of mask modules; by default lr."""
+    merge_threshold_lr: float = 5e-3
+    """Learning rate of LTMP's merge thresholds."""
+    prune_threshold_lr: float = 5e-6
+    """Learning rate of LTMP's prune thresholds."""
+    weight_decay: float = 0.05
+    """Weight decay; never of biases, normalisation and mask modules."""
+    momentum: float = 0.9
+    """Momentum, for optimisers that have one."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """How the learning rate falls."""
+    lr_warmup_epochs: float = 0.0
+    """Epochs over which the learning rate rises; parts of an epoch count."""
+    min_lr: float = 1e-5
+    """Least learning rate, as long as it is below lr."""
+    clip: float = 0.0
+    """Largest norm of the gradient; 0 for no clipping."""
+    accumulate: int = 1
+    """Batches per update."""
+    ema: float = 0.0
+    """Decay of averaged weights, which are then the ones evaluated and kept; 0 for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """What is added to the cross-entropy; nothing by default."""
+
+    bound_weight: float = 0.0
+    """Weight of the information-bottleneck bound IBB, averaged over the sites."""
+    distill_weight: float = 0.0
+    """Share of self-distillation from the same network without merging."""
+    distill_temperature: float = 1.0
+    """Temperature of the distilled distributions."""
+    budget_weight: float = 10.0
+    """LTMP alone: weight of the squared distance of its share of MACs from `ratio`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Where and how it runs."""
+
+    seed: int = 0
+    """Decides initial weights, order, augmentation and noise."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Accelerator."""
+    devices: int = 1
+    """Processes on this machine; torchrun's own number where it starts them."""
+    strategy: Strategy = "auto"
+    """Several processes: copies of the model (ddp) or shards of it (fsdp)."""
+    precision: Precision = "32"
+    """Arithmetic; bf16 and 16 are mixed precision."""
+    sync_batchnorm: bool = True
+    """Batch statistics over all processes (CUDA only)."""
+    grad_checkpointing: bool = False
+    """Trade time for memory."""
+    keep_every: int = 0
+    """Keep each n-th checkpoint besides the best and the last two; 0 for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData(DataConfig):
+    """Which images, and how they reach the network."""
+
+    source: Annotated[str, tyro.conf.arg(name="data")] = "shapes"
+    """A folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated)."""
+
+
+Flat = tyro.conf.OmitArgPrefixes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of a run."""
+
+    model: Annotated[ModelSettings, Flat] = field(default_factory=ModelSettings)
+    merge: Annotated[MergeSettings, Flat] = field(default_factory=MergeSettings)
+    data: Annotated[TrainingData, Flat] = field(default_factory=TrainingData)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    optim: Annotated[OptimSettings, Flat] = field(default_factory=OptimSettings)
+    objective: Annotated[ObjectiveSettings, Flat] = field(default_factory=ObjectiveSettings)
+    tune: Annotated[TuneSettings, Flat] = field(default_factory=TuneSettings)
+    run: Annotated[RunSettings, Flat] = field(default_factory=RunSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything is opened."""
+        require_at_least("epochs", self.optim.epochs, 1)
+        require_at_least("accumulate", self.optim.accumulate, 1)
+        require_at_least("devices", self.run.devices, 1)
+        require_at_least("warm_epochs", self.merge.warm_epochs, 0)
+        require_at_least("statistics_images", self.merge.statistics_images, 1)
+        require_at_least("lora_rank", self.tune.lora_rank, 0)
+        for name, value in (
+            ("lr", self.optim.lr),
+            ("distill_temperature", self.objective.distill_temperature),
+        ):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}, but must be positive")
+        for name, value in (
+            ("noise", self.merge.noise),
+            ("clip", self.optim.clip),
+            ("bound_weight", self.objective.bound_weight),
+            ("budget_weight", self.objective.budget_weight),
+        ):
+            require_at_least(name, value, 0)
+        for name, value in (
+            ("ema", self.optim.ema),
+            ("drop_path", self.model.drop_path),
+            ("distill_weight", self.objective.distill_weight),
+        ):
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} is {value}, but must be at least 0 and below 1")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.run.strategy == "fsdp" and self.optim.ema:
+            raise ValueError("ema needs whole copies of the model; use strategy=ddp or ema=0")
+        if self.run.strategy == "fsdp" and (self.tune.trainable != "all" or self.tune.lora_rank):
+            raise ValueError("strategy=fsdp trains everything; use ddp for fine-tuning")
+        if self.augment.mixes and self.data.batch_size % 2:
+            raise ValueError(
+                f"batch_size is {self.data.batch_size}, but mixup and cutmix need an even number"
+            )
+        named_values("model_args", self.model.model_args)
+        named_values("method_options", self.merge.method_options)
+
+    @property
+    def statistics_from_epoch(self) -> bool:
+        """Whether an epoch's own batches give the class statistics."""
+        if self.merge.statistics == "auto":
+            return not self.augment.mixes
+        return self.merge.statistics == "epoch"
+
+
+def require_at_least(name: str, value: float, least: float) -> None:
+    """Refuse a value below the least."""
+    if not value >= least:
+        raise ValueError(f"{name} is {value}, but must be at least {least}")
+
+
+def to_yaml(settings: Settings) -> str:
+    """Write settings as YAML, all of them."""
+    return yaml.safe_dump(plain(settings), sort_keys=False, width=100)
+
+
+def from_mapping(values: Mapping[str, Any], base: Settings | None = None) -> Settings:
+    """Settings with some values changed; a name or a type that does not fit is a ValueError."""
+    return typed(values, Settings, base if base is not None else Settings())
+
+
+def read_settings(path: str | Path, base: Settings | None = None) -> Settings:
+    """Read a YAML file of settings; what it does not say is as in `base`."""
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no readable YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no settings; write groups such as optim: {{epochs: 5}}")
+    try:
+        return from_mapping(values, base)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,210 @@
+"""Settings of a detector's training: the groups of `config`, as far as detectors have them.
+
+Importing this module imports neither torch nor timm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from ltm.training.config import Flat, OptimSettings, RunSettings, require_at_least
+from ltm.training.values import choices, named_values, plain, typed
+
+Task = Literal["ssdlite", "mask_rcnn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectorSettings:
+    """The detector to train."""
+
+    task: Annotated[Task, tyro.conf.Suppress] = "ssdlite"
+    """What is found: boxes (SSDLite), or boxes and masks (Mask R-CNN)."""
+    backbone: str = "mobilevit_s"
+    """Name of a timm network, or folder of a converted one that ltm wrote."""
+    pretrained: bool = False
+    """Start from timm's published weights (needs a network)."""
+    weights: str | None = None
+    """Start from a local file in timm's keys."""
+    image_size: tuple[int, int] = (320, 320)
+    """SSDLite: height and width. Mask R-CNN: shorter side, and what the longer may not exceed."""
+    restore: bool = True
+    """Resample maps that merging has shrunk to their nominal size; SSDLite works without, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionMerge:
+    """How the backbone merges tokens; one of `ratio` and `per_block` says how much."""
+
+    method: Literal["ltm", "tome", "tofu", "none"] = "ltm"
+    """Method, or none to train the backbone as it is."""
+    ratio: float | None = None
+    """Share of the backbone's MACs to keep; 0.7 unless per_block is given."""
+    per_block: float | None = None
+    """Share of the tokens that every block keeps (it compounds)."""
+    method_options: tuple[str, ...] = ()
+    """Further settings of the method, name=value, such as support=learned."""
+    warm_epochs: int = 0
+    """First epochs, in which nothing is merged."""
+    noise: float = 1.0
+    """Initial scale of the noise on learned supports; it falls to 0 over the merging epochs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionData:
+    """Which images, and how they reach the detector."""
+
+    source: Annotated[str, tyro.conf.arg(name="data")] = "shapes"
+    """A folder or .zip of images with annotations in COCO's format, or shapes (generated)."""
+    train_split: str = "train"
+    """Split to train on."""
+    val_split: str = "val"
+    """Split to evaluate on; data that are not split are evaluated on the training images."""
+    annotations: str | None = None
+    """Annotation file to train with, where it has no usual name."""
+    val_annotations: str | None = None
+    """Annotation file to evaluate with."""
+    batch_size: int = 32
+    """Images per batch and process."""
+    eval_batch_size: int = 1
+    """Images per batch in evaluation; alone, an image is never padded to the size of another."""
+    workers: int = 2
+    """Loader processes per training process; 0 loads in the process itself."""
+    crops: bool = True
+    """SSD's zooming out and crops around objects."""
+    photometric: bool = True
+    """Random brightness, contrast, saturation and hue."""
+    hflip: float = 0.5
+    """Probability of a horizontal flip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionSettings:
+    """All settings of a detector's training."""
+
+    detector: Annotated[DetectorSettings, Flat] = field(default_factory=DetectorSettings)
+    merge: Annotated[DetectionMerge, Flat] = field(default_factory=DetectionMerge)
+    data: Annotated[DetectionData, Flat] = field(default_factory=DetectionData)
+    optim: Annotated[OptimSettings, Flat] = field(default_factory=OptimSettings)
+    run: Annotated[RunSettings, Flat] = field(default_factory=RunSettings)
+    eval_every: int = 1
+    """Epochs between evaluations; the last epoch is always followed by one."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything is opened."""
+        for name, value, least in (
+            ("epochs", self.optim.epochs, 1),
+            ("accumulate", self.optim.accumulate, 1),
+            ("devices", self.run.devices, 1),
+            ("eval_every", self.eval_every, 1),
+            ("workers", self.data.workers, 0),
+            ("warm_epochs", self.merge.warm_epochs, 0),
+            ("noise", self.merge.noise, 0),
+            ("clip", self.optim.clip, 0),
+            ("eval_batch_size", self.data.eval_batch_size, 1),
+            ("batch_size", self.data.batch_size, 2 if self.detector.task == "ssdlite" else 1),
+            ("image_size", min(self.detector.image_size), 32),
+        ):
+            require_at_least(name, value, least)
+        if not self.optim.lr > 0:
+            raise ValueError(f"lr is {self.optim.lr}, but must be positive")
+        for name, value in (("ema", self.optim.ema), ("hflip", self.data.hflip)):
+            if not 0.0 <= value <= 1.0 or (name == "ema" and value == 1.0):
+                raise ValueError(f"{name} is {value}, but must be at least 0 and at most 1")
+        if self.run.strategy == "fsdp":
+            raise ValueError("strategy is fsdp, but detectors train with auto or ddp")
+        if self.detector.task == "mask_rcnn" and not self.detector.restore:
+            raise ValueError("restore is off, but Mask R-CNN needs maps at their nominal size")
+        named_values("method_options", self.merge.method_options)
+
+
+def detection_from_mapping(
+    values: Mapping[str, Any], base: DetectionSettings | None = None
+) -> DetectionSettings:
+    """Settings with some values changed; a name or a type that does not fit is a ValueError."""
+    return typed(values, DetectionSettings, base if base is not None else DetectionSettings())
+
+
+def read_detection_settings(path: str | Path, base: DetectionSettings) -> DetectionSettings:
+    """Read a YAML file of settings; what it does not say is as in `base`."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no readable YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no settings; write groups such as optim: {{epochs: 5}}")
+    try:
+        return detection_from_mapping(values, base)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def detection_yaml(settings: DetectionSettings) -> str:
+    """Write settings as YAML, all of them."""
+    return yaml.safe_dump(plain(settings), sort_keys=False, width=100)
+
+
+def find_detection_recipe(name: str, task: Task) -> DetectionSettings:
+    """A recipe by name; a ValueError names those of the task."""
+    known = {key: value for key, value in RECIPES.items() if value.detector.task == task}
+    if name not in known:
+        raise ValueError(f"recipe is {name}; {choices(name, known)}")
+    return known[name]
+
+
+def _recipe(task: Task, backbone: str, size: tuple[int, int], **groups: Any) -> DetectionSettings:
+    detector = DetectorSettings(task=task, backbone=backbone, image_size=size)
+    return DetectionSettings(detector=detector, **groups)
+
+
+_SSDLITE = _recipe(
+    "ssdlite",
+    "mobilevit_s",
+    (320, 320),
+    data=DetectionData(batch_size=32),
+    optim=OptimSettings(epochs=200, lr=9e-4, min_lr=1.6e-6, weight_decay=0.01),
+    eval_every=5,
+)
+_MASK_RCNN = _recipe(
+    "mask_rcnn",
+    "efficientvit_b1",
+    (800, 1333),
+    data=DetectionData(batch_size=4, crops=False, photometric=False),
+    optim=OptimSettings(epochs=12, lr=1e-3, min_lr=0.0, lr_warmup_epochs=0.1),
+)
+
+
+def _with(settings: DetectionSettings, **changes: Any) -> DetectionSettings:
+    return detection_from_mapping(changes, settings)
+
+
+_SMALL_DATA = {"source": "shapes:size=96,images=256,val_images=64,classes=3", "workers": 0}
+_SMALL_OPTIM = {"epochs": 30, "lr": 2e-3, "lr_warmup_epochs": 1.0, "clip": 5.0}
+
+RECIPES: dict[str, DetectionSettings] = {
+    "ssdlite": _SSDLITE,
+    "ssdlite_mobilevit_xs": _with(_SSDLITE, detector={"backbone": "mobilevit_xs"}),
+    "ssdlite_efficientvit_b1": _with(_SSDLITE, detector={"backbone": "efficientvit_b1"}),
+    "mask_rcnn": _MASK_RCNN,
+    "shapes_ssdlite": _with(
+        _SSDLITE,
+        detector={"backbone": "mobilevit_xxs", "image_size": [96, 96]},
+        data={**_SMALL_DATA, "batch_size": 16, "photometric": False, "crops": False},
+        optim=_SMALL_OPTIM,
+        merge={"noise": 0.0},
+    ),
+    "shapes_mask_rcnn": _with(
+        _MASK_RCNN,
+        detector={"backbone": "efficientvit_b0", "image_size": [96, 96]},
+        data={**_SMALL_DATA, "batch_size": 8},
+        optim={**_SMALL_OPTIM, "lr": 1e-3, "epochs": 10},
+        merge={"noise": 0.0},
+        eval_every=5,
+    ),
+}
+"""The paper's recipes, and small ones for a CPU."""

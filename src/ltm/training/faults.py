@@ -1,0 +1,78 @@
+"""Where values stop being finite: a loss of NaN is reported with the module that made it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ltm.methods.base import Merger
+
+
+class NonFiniteLossError(ValueError):
+    """The loss became NaN or infinite; the run stops, and the last checkpoint stands."""
+
+
+@torch.no_grad()
+def find_non_finite(model: nn.Module, images: Tensor) -> str:
+    """Name what first gives values that are not finite, by running the batch once more."""
+    if not _finite(images):
+        return "the images themselves are not finite"
+    for name, parameter in model.named_parameters():
+        if not _finite(parameter):
+            return f"the weights of {_name(model, name.rpartition('.')[0])} are not finite"
+    culprit = _first_culprit(model, images)
+    if culprit is not None:
+        return f"{_name(model, culprit)} gives the first values that are not finite"
+    return "the network's output is finite again, so the loss itself overflowed"
+
+
+def _first_culprit(model: nn.Module, images: Tensor) -> str | None:
+    """The first module that turns finite values into others."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not found and _finite(args) and not _finite(output):
+                found.append(name)
+
+        return hook
+
+    handles = [m.register_forward_hook(watch(name)) for name, m in model.named_modules() if name]
+    try:
+        model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _name(model: nn.Module, path: str) -> str:
+    """A module's path, and which merging site it belongs to."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        module = model.get_submodule(".".join(parts[:end]))
+        merger = module if isinstance(module, Merger) else getattr(module, "merger", None)
+        if isinstance(merger, Merger):
+            return f"{path} (at the site of block {merger.site.block})"
+    return path
+
+
+def _finite(value: Any) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])

@@ -1,0 +1,186 @@
+"""From settings to a network that can train: made, loaded, given the data's classes, converted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import timm
+from safetensors.torch import save_file
+from timm.models import load_state_dict
+from torch import Tensor, nn
+
+from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
+from ltm.data.transforms import image_spec
+from ltm.methods import MethodConfig, config_from_dict
+from ltm.training.config import MergeSettings, ModelSettings, Settings
+from ltm.training.values import choices, named_values
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+
+
+def build_model(settings: Settings, num_classes: int) -> nn.Module:
+    """Make the network of a run, converted where a method asks for it.
+
+    The seed must be set before: initial weights are drawn here.
+    """
+    check_num_classes(settings.model, settings.data.source, num_classes)
+    method = method_config(settings.merge)
+    folder = _merging_folder(settings.model.weights)
+    if folder is not None:
+        return _continue_from(folder, settings, method, num_classes)
+    model = make_timm_model(settings, num_classes)
+    if settings.model.weights is not None:
+        load_weights_(model, settings.model.weights)
+    convert_(model, settings, method)
+    return model
+
+
+def convert_(model: nn.Module, settings: Settings, method: MethodConfig | None) -> None:
+    """Make the network merge tokens at the size of its images, unless it does already."""
+    if method is not None and not is_merging(model):
+        merge_tokens_(model, method, image_spec(settings.data, model).size)
+
+
+def check_num_classes(settings: ModelSettings, source: str, num_classes: int) -> None:
+    """Refuse a number of classes that is not the data's."""
+    if settings.num_classes not in (None, num_classes):
+        raise ValueError(
+            f"num_classes is {settings.num_classes}, but {source} has {num_classes} classes; "
+            "leave it out, and the head fits the data"
+        )
+
+
+def method_config(settings: MergeSettings) -> MethodConfig | None:
+    """The method's own settings; None where nothing is merged."""
+    if settings.method == "none":
+        return None
+    options = named_values("method_options", settings.method_options)
+    budget = {"ratio": settings.ratio, "per_block": settings.per_block}
+    return config_from_dict({"method": settings.method, **budget, **options})
+
+
+def make_timm_model(settings: Settings, num_classes: int) -> nn.Module:
+    """Make a timm model by name; its input size follows the data's where the model has one."""
+    name = settings.model.name
+    if not timm.is_model(name):
+        architecture = name.partition(".")[0]
+        raise ValueError(f"no model is named {name}: {choices(architecture, timm.list_models())}")
+    arguments: dict[str, Any] = named_values("model_args", settings.model.model_args)
+    arguments |= {"num_classes": num_classes, "pretrained": settings.model.pretrained}
+    if settings.model.drop_path:
+        arguments["drop_path_rate"] = settings.model.drop_path
+    if settings.data.image_size is not None and "img_size" not in arguments:
+        try:
+            return _create(name, {**arguments, "img_size": settings.data.image_size})
+        except TypeError:
+            pass  # Convolutional hosts take any size and have no such argument.
+    try:
+        return _create(name, arguments)
+    except TypeError as error:
+        raise ValueError(f"model_args do not fit {name}: {error}") from error
+
+
+def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return timm.create_model(name, **arguments)
+    except RuntimeError as error:
+        raise ValueError(f"{name} could not be made: {' '.join(str(error).split())}") from error
+
+
+def load_weights_(model: nn.Module, path: str | Path) -> list[str]:
+    """Load weights in timm's keys; a head for other classes starts anew. Returns what was left out.
+
+    Mask modules and class statistics that the file lacks stay as they are.
+    """
+    path = Path(path)
+    path = path / WEIGHTS if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}; give a .safetensors or .pth file")
+    weights = {name: _full(value) for name, value in _read(path).items()}
+    own = model.state_dict()
+    head = {n for n in own if n.startswith(_classifier_names(model))}
+    left_out = [n for n in weights if n in head and weights[n].shape != own[n].shape]
+    for name in left_out:
+        del weights[name]
+    missing = [n for n in own if n not in weights and n not in left_out and ".merger." not in n]
+    unknown = [n for n in weights if n not in own]
+    wrong = [n for n in weights if n in own and weights[n].shape != own[n].shape]
+    for problem, names in (("lacks", missing), ("has unknown", unknown), ("does not fit", wrong)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"{path} does not belong to this model: it {problem} {names[0]}{more}")
+    model.load_state_dict(weights, strict=False)
+    return left_out
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_state_dict(str(path), use_ema=False)
+    except Exception as error:  # every format fails in its own way
+        raise ValueError(
+            f"{path} holds no readable weights ({type(error).__name__}); copy it again"
+        ) from error
+
+
+def _classifier_names(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the classifier's parameters."""
+    named: Any = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    named = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(f"{name}." for name in named)
+
+
+def _merging_folder(weights: str | None) -> Path | None:
+    """The folder of a token-merging model that `ltm.save` wrote, if these weights are one."""
+    config = Path(weights or "") / CONFIG
+    if weights is None or not config.is_file():
+        return None
+    try:
+        saved = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config} is no readable JSON; copy it again") from error
+    return config.parent if "token_merging" in saved else None
+
+
+def _continue_from(
+    folder: Path, settings: Settings, method: MethodConfig | None, num_classes: int
+) -> nn.Module:
+    """Load a token-merging model, its ratio and classes changed where they differ."""
+    model = load(folder)
+    done = conversion_of(model)
+    if method is None or done.config.name != method.name:
+        raise ValueError(
+            f"{folder} holds a model with {done.config.name}, not with {settings.merge.method}; "
+            f"use method={done.config.name}, or start from the original weights"
+        )
+    if done.frozen:
+        raise ValueError(f"{folder} holds a frozen model, which cannot train; use an unfrozen one")
+    if settings.merge.ratio is not None and settings.merge.ratio != done.config.ratio:
+        set_ratio_(model, settings.merge.ratio)
+    if int(getattr(model, "num_classes", 0)) != num_classes:
+        reset: Any = model
+        reset.reset_classifier(num_classes)
+    return model
+
+
+def save_plain(model: nn.Module, folder: Path) -> None:
+    """Write an unconverted model the way timm does, so that it can be loaded as `weights`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    known = getattr(model, "pretrained_cfg", None) or {}
+    config = {
+        "architecture": known.get("architecture", type(model).__name__),
+        "num_classes": int(getattr(model, "num_classes", 0)),
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many parameters train, and how many there are."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)

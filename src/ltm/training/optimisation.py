@@ -1,0 +1,127 @@
+"""Parameter groups, optimiser, learning rate and averaged weights: timm's, put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, list_optimizers
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.optim import Optimizer
+
+from ltm.api import is_merging, mergers
+from ltm.training.config import OptimSettings
+from ltm.training.tuning import in_merger
+from ltm.training.values import choices
+
+
+def effective_lr(settings: OptimSettings, total_batch: int) -> float:
+    """The learning rate of a total batch (all processes, all accumulated batches)."""
+    if not settings.reference_batch:
+        return settings.lr
+    return settings.lr * total_batch / settings.reference_batch
+
+
+def make_optimizer(model: nn.Module, settings: OptimSettings, total_batch: int) -> Optimizer:
+    """An optimiser over what trains, with groups for weights, biases, and mask modules."""
+    known = [str(name) for name in list_optimizers()]
+    if settings.optimizer not in known:
+        raise ValueError(
+            f"no optimizer is named {settings.optimizer}: {choices(settings.optimizer, known)}"
+        )
+    lr = effective_lr(settings, total_batch)
+    groups = parameter_groups(model, settings, lr)
+    return create_optimizer_v2(
+        groups,
+        opt=settings.optimizer,
+        lr=lr,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+    )
+
+
+def parameter_groups(model: nn.Module, settings: OptimSettings, lr: float) -> list[dict[str, Any]]:
+    """Groups by learning rate and weight decay; timm's schedulers multiply by `lr_scale`."""
+    spared: set[str] = set(getattr(model, "no_weight_decay", set)())
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        own_lr = _learning_rate(name, settings, lr)
+        decays = parameter.ndim > 1 and name not in spared and not in_merger(name)
+        key = (own_lr, settings.weight_decay if decays else 0.0)
+        group = groups.setdefault(
+            key, {"params": [], "lr": own_lr, "lr_scale": own_lr / lr, "weight_decay": key[1]}
+        )
+        group["params"].append(parameter)
+    return list(groups.values())
+
+
+def _learning_rate(name: str, settings: OptimSettings, lr: float) -> float:
+    if name.endswith("merge_threshold"):
+        return settings.merge_threshold_lr
+    if name.endswith("prune_threshold"):
+        return settings.prune_threshold_lr
+    if in_merger(name) and settings.merger_lr is not None:
+        return settings.merger_lr
+    return lr
+
+
+class LearningRate:
+    """The learning rate of every update, from timm's schedule; its only state is their number."""
+
+    def __init__(
+        self, optimizer: Optimizer, settings: OptimSettings, updates_per_epoch: int, lr: float
+    ) -> None:
+        self._schedule: Scheduler | None = None
+        if settings.schedule == "cosine":
+            self._schedule, _ = create_scheduler_v2(
+                optimizer,
+                sched="cosine",
+                num_epochs=settings.epochs,
+                min_lr=min(settings.min_lr, lr),
+                warmup_lr=lr * 1e-3,
+                warmup_epochs=settings.lr_warmup_epochs,  # pyright: ignore[reportArgumentType]
+                step_on_epochs=False,
+                updates_per_epoch=updates_per_epoch,
+            )
+
+    def set(self, num_updates: int) -> None:
+        """Set the learning rate of the update that comes after so many."""
+        if self._schedule is not None:
+            self._schedule.step_update(num_updates)
+
+
+class AveragedWeights:
+    """timm's moving average of weights and running statistics, class statistics excepted.
+
+    Those are refreshed as a whole, once per epoch, and an average of two refreshes is no table.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._average = ModelEmaV3(model, decay=decay, use_warmup=True)
+
+    @property
+    def model(self) -> nn.Module:
+        """The network with averaged weights."""
+        return self._average.module
+
+    def update(self, model: nn.Module, num_updates: int) -> None:
+        """Take in the weights after an update."""
+        self._average.update(model, step=num_updates)
+
+    @torch.no_grad()
+    def follow_statistics(self, model: nn.Module) -> None:
+        """Take over the class statistics as they are."""
+        if not is_merging(model):
+            return
+        current = dict(mergers(model))
+        for name, merger in mergers(self.model):
+            theirs = dict(current[name].named_buffers())
+            for key, buffer in merger.named_buffers():
+                buffer.copy_(theirs[key])
+            if current[name].active:
+                merger.activate_()

@@ -1,0 +1,96 @@
+"""Lightning Fabric for a run: one process, several, or several machines through torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from timm.layers import convert_sync_batchnorm
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from ltm.adapters.base import MergingMixin
+from ltm.training.config import RunSettings
+
+_PRECISIONS: dict[str, Any] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+def make_fabric(settings: RunSettings) -> Fabric:
+    """The engine of a run; torchrun's environment says how many processes there are."""
+    on_cuda = torch.cuda.is_available()
+    if settings.device == "cuda" and not on_cuda:
+        raise ValueError("device is cuda, but this machine has none that torch can use")
+    if settings.precision == "16" and (settings.device == "cpu" or not on_cuda):
+        raise ValueError("precision is 16, which needs a GPU; use bf16 or 32 on a CPU")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", settings.devices))
+    total = int(os.environ.get("WORLD_SIZE", local))
+    return Fabric(
+        accelerator=settings.device,
+        devices=local,
+        num_nodes=max(1, total // local),
+        strategy=_strategy(settings, total),
+        precision=_PRECISIONS[settings.precision],
+    )
+
+
+def _strategy(settings: RunSettings, num_processes: int) -> Any:
+    if settings.strategy == "fsdp":
+        return ModelParallelStrategy(
+            shard_, data_parallel_size=num_processes, tensor_parallel_size=1
+        )
+    if num_processes == 1:
+        return "auto"
+    # Mask modules get no gradient while nothing merges, or before there are class statistics.
+    # Buffers: class statistics are equal anyway, and running statistics are averaged by us.
+    return DDPStrategy(find_unused_parameters=True, broadcast_buffers=False)
+
+
+def shard_(model: nn.Module, mesh: Any) -> nn.Module:
+    """Shard a network block by block (FSDP2)."""
+    for module in model.modules():
+        if isinstance(module, MergingMixin) or type(module).__name__ == "Block":
+            fully_shard(module, mesh=mesh["data_parallel"])
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def synchronised(model: nn.Module, fabric: Fabric, settings: RunSettings) -> nn.Module:
+    """Let batch normalisation see all processes' batches, where torch can (CUDA)."""
+    if settings.sync_batchnorm and fabric.world_size > 1 and fabric.device.type == "cuda":
+        return convert_sync_batchnorm(model)
+    return model
+
+
+@torch.no_grad()
+def average_running_statistics_(model: nn.Module, fabric: Fabric) -> None:
+    """Give all processes the mean of their batch normalisations' running statistics."""
+    if fabric.world_size == 1:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
+            for buffer in (module.running_mean, module.running_var):
+                if buffer is not None:
+                    buffer.copy_(fabric.all_reduce(buffer, reduce_op="mean"))  # type: ignore[arg-type]
+
+
+def total_over_processes(values: torch.Tensor, fabric: Fabric) -> torch.Tensor:
+    """Sum a tensor over all processes."""
+    if fabric.world_size == 1:
+        return values
+    reduced = fabric.all_reduce(values, reduce_op="sum")
+    assert isinstance(reduced, torch.Tensor)
+    return reduced
+
+
+@contextmanager
+def first_alone(fabric: Fabric) -> Iterator[bool]:
+    """Let the first process do something that the others wait for."""
+    try:
+        yield fabric.is_global_zero
+    finally:
+        fabric.barrier()

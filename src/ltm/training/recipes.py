@@ -1,0 +1,170 @@
+"""Named settings: the paper's backbones, from scratch and fine-tuned, and small ones for a CPU.
+
+The paper trains with a total batch of 1024 and leaves the rest to each backbone's own recipe; these
+are those recipes. Learning rates scale with the batch. Choose by name, change what you like.
+"""
+
+from dataclasses import replace
+
+from ltm.data.config import AugmentConfig
+from ltm.training.config import (
+    MergeSettings,
+    ModelSettings,
+    OptimSettings,
+    RunSettings,
+    Settings,
+    TrainingData,
+    TuneSettings,
+)
+from ltm.training.values import choices
+
+BACKBONES = {
+    "mobilevit_xs": "mobilevit_xs",
+    "mobilevit_s": "mobilevit_s",
+    "efficientvit_b1_r224": "efficientvit_b1.r224_in1k",
+    "efficientvit_b1_r288": "efficientvit_b1.r288_in1k",
+    "vit_small": "vit_small_patch16_224",
+    "vit_base": "vit_base_patch16_224",
+    "swin_tiny": "swin_tiny_patch4_window7_224",
+    "swin_base": "swin_base_patch4_window7_224",
+}
+"""The paper's backbones, as timm calls them."""
+
+_DATA = TrainingData(source="imagenet", batch_size=256, workers=8)
+_GPU = RunSettings(precision="bf16")
+
+_DEIT = OptimSettings(
+    epochs=300, lr=1e-3, reference_batch=1024, weight_decay=0.05, lr_warmup_epochs=5.0, min_lr=1e-5
+)
+_OPTIM = {
+    "mobilevit": replace(
+        _DEIT, lr=2e-3, weight_decay=0.01, lr_warmup_epochs=7.5, min_lr=2e-4, clip=10.0, ema=0.9995
+    ),
+    "efficientvit": replace(_DEIT, weight_decay=0.1, lr_warmup_epochs=20.0, clip=2.0, ema=0.9998),
+    "vit": replace(_DEIT, clip=1.0),
+    "swin": replace(_DEIT, lr_warmup_epochs=20.0, clip=5.0),
+}
+_TUNING = OptimSettings(epochs=1, lr=5e-3, weight_decay=0.0, min_lr=1e-4)
+_DROP_PATH = {"vit_small": 0.1, "vit_base": 0.1, "swin_tiny": 0.2, "swin_base": 0.5}
+
+_CROPS_ONLY = AugmentConfig.light()
+
+
+def _scratch(backbone: str) -> Settings:
+    family = backbone.partition("_")[0]
+    # From scratch the paper learns which neighbours merge; grid networks do so anyway.
+    options = ("support=learned",) if family == "vit" else ()
+    return Settings(
+        model=ModelSettings(name=BACKBONES[backbone], drop_path=_DROP_PATH.get(backbone, 0.0)),
+        merge=MergeSettings(ratio=0.7, method_options=options, warm_epochs=20),
+        data=_DATA,
+        augment=AugmentConfig(),
+        optim=_OPTIM[family],
+        run=_GPU,
+    )
+
+
+def _finetune(backbone: str) -> Settings:
+    return Settings(
+        model=ModelSettings(name=BACKBONES[backbone], pretrained=True),
+        merge=MergeSettings(ratio=0.7),
+        data=_DATA,
+        augment=_CROPS_ONLY,
+        optim=_TUNING,
+        tune=TuneSettings(trainable="mergers"),
+        run=_GPU,
+    )
+
+
+_SMALL = {
+    "vit": (
+        "vit_tiny_patch16_224",
+        ("img_size=64", "patch_size=8", "embed_dim=96", "depth=6", "num_heads=3"),
+    ),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        (
+            "img_size=64",
+            "patch_size=4",
+            "window_size=4",
+            "embed_dim=32",
+            "depths=(2,2,2)",
+            "num_heads=(2,4,8)",
+        ),
+    ),
+    "mobilevit": ("mobilevit_xxs", ()),
+    "efficientvit": ("efficientvit_b0", ()),
+}
+
+
+def _small(family: str) -> Settings:
+    """A network that learns generated shapes on a CPU in about a minute."""
+    name, arguments = _SMALL[family]
+    return Settings(
+        model=ModelSettings(name=name, model_args=arguments),
+        merge=MergeSettings(
+            ratio=0.7,
+            method_options=("support=learned",) if family == "vit" else (),
+            warm_epochs=2,
+        ),
+        data=TrainingData(
+            source="shapes:classes=4,size=64,images=1024,val_images=256",
+            image_size=64,
+            batch_size=32,
+            workers=0,
+        ),
+        augment=_CROPS_ONLY,
+        optim=OptimSettings(epochs=8, lr=1e-3, lr_warmup_epochs=1.0, clip=1.0),
+    )
+
+
+def _small_finetune(family: str) -> Settings:
+    return replace(
+        _small(family),
+        merge=MergeSettings(ratio=0.7),
+        optim=OptimSettings(epochs=2, lr=1e-2, weight_decay=0.0, min_lr=1e-4),
+        tune=TuneSettings(trainable="mergers"),
+    )
+
+
+GENERAL = "general"
+"""The recipe of models that have none of their own."""
+
+SMALLEST = "shapes_vit"
+"""The recipe that runs where nothing was said."""
+
+SCRATCH = {
+    **{name: _scratch(name) for name in BACKBONES},
+    **{f"shapes_{family}": _small(family) for family in _SMALL},
+    GENERAL: Settings(
+        merge=MergeSettings(ratio=0.7, warm_epochs=5), optim=replace(_DEIT, epochs=100, clip=1.0)
+    ),
+}
+"""From scratch, by name: what `ltm train --recipe` takes."""
+
+FINETUNE = {
+    **{name: _finetune(name) for name in BACKBONES},
+    **{f"shapes_{family}": _small_finetune(family) for family in _SMALL},
+    GENERAL: Settings(
+        merge=MergeSettings(ratio=0.7),
+        augment=_CROPS_ONLY,
+        optim=_TUNING,
+        tune=TuneSettings(trainable="mergers"),
+    ),
+}
+"""Fine-tuning, by name: what `ltm finetune --recipe` takes."""
+
+
+def recipe_of(model: str) -> str:
+    """The recipe of a timm model: its own if it is one of the paper's, the general one if not."""
+    for recipe, name in BACKBONES.items():
+        if model in (name, name.partition(".")[0]):
+            return recipe
+    return GENERAL
+
+
+def find_recipe(name: str, recipes: dict[str, Settings]) -> Settings:
+    """A recipe by name; a ValueError that suggests others where there is none."""
+    if name not in recipes:
+        raise ValueError(f"no recipe is named {name}: {choices(name, recipes)}")
+    return recipes[name]

@@ -1,0 +1,281 @@
+"""Train a network from settings alone: data, model, loop, checkpoints, and what remains of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric import Fabric
+from rich.console import Console
+from torch import nn
+
+from ltm.api import conversion_of, is_merging, report, save
+from ltm.data.classification import Splits, open_splits
+from ltm.data.loading import Batch, Loader, evaluation_loader, training_loader
+from ltm.data.transforms import ImageSpec, image_spec
+from ltm.training.budget import measure_share, set_thresholds_
+from ltm.training.checkpoint import Checkpoint, Checkpoints
+from ltm.training.config import Settings, read_settings, to_yaml
+from ltm.training.logs import RunLog, write_json
+from ltm.training.loop import Loaders, Trainer
+from ltm.training.lora import without_lora
+from ltm.training.models import build_model, convert_, count_parameters, method_config, save_plain
+from ltm.training.processes import first_alone, make_fabric, synchronised
+from ltm.training.state import restore_, save_state
+from ltm.training.statistics import FirstBatches
+from ltm.training.tuning import choose_trainable_
+from ltm.training.validation import evaluate
+from ltm.training.values import plain
+
+THRESHOLD_IMAGES = 256
+"""Unlabelled training images on which LTMP's thresholds are set at the end."""
+
+_MAY_CHANGE = ("run.", "data.workers", "data.source", "optim.epochs", "model.weights")
+"""Settings that a resumed run may have otherwise than before."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainingResult:
+    """What a run leaves: its folder, its numbers, and the network in evaluation mode."""
+
+    folder: Path
+    metrics: dict[str, Any]
+    history: list[dict[str, Any]]
+    model: nn.Module
+
+
+def train(
+    settings: Settings,
+    output: str | Path,
+    *,
+    resume: Literal["auto", "never"] = "never",
+    overwrite: bool = False,
+    model: nn.Module | None = None,
+    splits: Splits | None = None,
+    console: Console | None = None,
+) -> TrainingResult:
+    """Train or fine-tune a network and keep it in `output`.
+
+    The folder gets `config.yaml`, `log.csv`, `curves.png`, `metrics.json`, `checkpoints/` and, at
+    the end, `model/`, which `ltm.load` reads. `resume="auto"` continues from the last complete
+    checkpoint where there is one. A `model` and `splits` of one's own replace those of the
+    settings; the model is trained in place.
+    """
+    output, console = Path(output), console or Console(highlight=False, soft_wrap=True)
+    checkpoints = Checkpoints(output / "checkpoints", keep_every=settings.run.keep_every)
+    _check_output(output, checkpoints, resume, overwrite)
+    fabric = make_fabric(settings.run)
+    fabric.launch()
+    if not fabric.is_global_zero:
+        console = Console(quiet=True)
+    splits = splits or open_splits(settings.data)
+    torch.manual_seed(settings.run.seed)
+    if model is None:
+        model = build_model(settings, splits.train.num_classes)
+    else:
+        convert_(model, settings, method_config(settings.merge))
+    choose_trainable_(model, settings.tune)
+    if settings.run.grad_checkpointing:
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+    model = synchronised(fabric.to_device(model), fabric, settings.run)
+    _describe(console, settings, model)
+    trainer = Trainer(fabric, settings, model, _loaders(fabric, settings, model, splits), console)
+    with first_alone(fabric) as first:
+        if first:
+            _open_output(output, settings, checkpoints, resume)
+    start = _resume_(trainer, checkpoints, fabric, console)
+    log = RunLog(
+        output, start.history if start else (), console=console, writes=fabric.is_global_zero
+    )
+    with _explained(console, checkpoints):
+        _fit(trainer, checkpoints, log, start.epoch if start else 0)
+        return _finish(trainer, checkpoints, log, output)
+
+
+def _fit(trainer: Trainer, checkpoints: Checkpoints, log: RunLog, first_epoch: int) -> None:
+    epochs = trainer.settings.optim.epochs
+    for epoch in range(first_epoch, epochs):
+        row = trainer.run_epoch(epoch)
+        log.add(row, epochs)
+        counts = trainer.merges_in(epoch) or not is_merging(trainer.model)
+        score = row.val_top1 if counts and math.isfinite(row.val_loss) else None
+        save_state(trainer, checkpoints, epoch + 1, score, log.history)
+
+
+def _check_output(
+    output: Path, checkpoints: Checkpoints, resume: Literal["auto", "never"], overwrite: bool
+) -> None:
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output is {output}, a file: a folder is needed")
+    if len(checkpoints) and resume == "never" and not overwrite:
+        raise ValueError(
+            f"{output} holds a run already; continue it with --resume auto, start over with "
+            "--overwrite, or choose another --output"
+        )
+
+
+def _open_output(
+    output: Path, settings: Settings, checkpoints: Checkpoints, resume: Literal["auto", "never"]
+) -> None:
+    """Make the folder of a run, or check that a run there can go on with these settings."""
+    output.mkdir(parents=True, exist_ok=True)
+    config = output / "config.yaml"
+    if resume == "never":
+        checkpoints.clear()
+    elif len(checkpoints) and config.is_file():
+        changed = differences(read_settings(config), settings)
+        if changed:
+            raise ValueError(
+                f"{output} cannot be resumed with other settings: {'; '.join(changed)}"
+            )
+    config.write_text(to_yaml(settings), encoding="utf-8")
+
+
+def differences(before: Settings, after: Settings) -> list[str]:
+    """Settings that differ, but for those that a resumed run may change."""
+    old, new = dict(_flat(plain(before))), dict(_flat(plain(after)))
+    return [
+        f"{name} is {new[name]} but was {old[name]}"
+        for name in new
+        if old[name] != new[name] and not name.startswith(_MAY_CHANGE)
+    ]
+
+
+def _flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _loaders(fabric: Fabric, settings: Settings, model: nn.Module, splits: Splits) -> Loaders:
+    spec: ImageSpec = image_spec(settings.data, model)
+    if is_merging(model):
+        spec = dataclasses.replace(spec, size=conversion_of(model).image_size)
+    place: dict[str, Any] = {
+        "device": fabric.device,
+        "rank": fabric.global_rank,
+        "world_size": fabric.world_size,
+    }
+    wanted = settings.merge.statistics_images
+
+    def clean() -> FirstBatches:
+        subset = splits.train.take(wanted) if hasattr(splits.train, "take") else splits.train
+        loader: Loader = evaluation_loader(subset, spec, settings.data, **place)
+        share = -(-wanted // (settings.data.batch_size * fabric.world_size))
+        # Sharded networks run in step: no process may have a batch more than another.
+        even = len(subset) // (settings.data.batch_size * fabric.world_size)
+        return FirstBatches(loader, min(share, even) if settings.run.strategy == "fsdp" else share)
+
+    train = training_loader(
+        splits.train, spec, settings.data, settings.augment, seed=settings.run.seed, **place
+    )
+    val = evaluation_loader(splits.val, spec, settings.data, **place)
+    return Loaders(train=train, val=val, clean=clean, num_classes=splits.train.num_classes)
+
+
+def _describe(console: Console, settings: Settings, model: nn.Module) -> None:
+    trained, total = count_parameters(model)
+    console.print(
+        f"{settings.model.name}: {trained:,} of {total:,} parameters train"
+        if trained < total
+        else f"{settings.model.name}: {total:,} parameters"
+    )
+    if is_merging(model):
+        console.print(str(report(model)))
+
+
+def _resume_(
+    trainer: Trainer, checkpoints: Checkpoints, fabric: Fabric, console: Console
+) -> Checkpoint | None:
+    """Continue from the last complete checkpoint, which the first process chooses."""
+    found = fabric.broadcast(checkpoints.latest() if fabric.is_global_zero else None)
+    if found is not None:
+        restore_(trainer, found)
+        console.print(f"resumed after epoch {found.epoch} from {found.folder}")
+    return found
+
+
+@contextmanager
+def _explained(console: Console, checkpoints: Checkpoints) -> Iterator[None]:
+    """Say what is left of a run that was stopped."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        last = checkpoints.latest()
+        kept = f"the checkpoint of epoch {last.epoch} is kept" if last else "nothing was kept yet"
+        console.print(f"stopped: {kept}; continue with --resume auto")
+        raise SystemExit(130) from None
+
+
+def _finish(
+    trainer: Trainer, checkpoints: Checkpoints, log: RunLog, output: Path
+) -> TrainingResult:
+    """Keep the best network (LTMP: the last, its thresholds set), and write the numbers down."""
+    model, fabric = trainer.evaluated, trainer.fabric
+    thresholded = is_merging(model) and conversion_of(model).config.name == "ltmp"
+    best = checkpoints.best() if trainer.settings.run.strategy != "fsdp" else None
+    last = log.rows[-1]
+    if best is not None and not thresholded and best.epoch != last.epoch:
+        name = "ema" if best.has("ema") else "weights"
+        model.load_state_dict(best.weights(name))
+    model = without_lora(model).eval()
+    kept = log.rows[best.epoch - 1] if best is not None and not thresholded else last
+    metrics: dict[str, Any] = {
+        "model": trainer.settings.model.name,
+        "method": trainer.settings.merge.method,
+        "top1": kept.val_top1,
+        "loss": kept.val_loss,
+        "epoch": kept.epoch,
+        "epochs": last.epoch,
+        "last_top1": last.val_top1,
+        "ib_loss": kept.ib_loss,
+        "ib_bound": kept.ib_bound,
+        "mac_share": kept.mac_share,
+        "parameters": count_parameters(model)[1],
+        "num_classes": trainer.loaders.num_classes,
+        "seconds_per_epoch": sum(r.train_seconds for r in log.rows) / len(log.rows),
+    }
+    if thresholded and conversion_of(model).config.ratio is not None:
+        metrics |= _meet_budget(trainer, model)
+    with first_alone(fabric) as first:
+        if first:
+            (save if is_merging(model) else save_plain)(model, output / "model")
+            write_json(output / "metrics.json", metrics)
+            log.close()
+    log.console.print(
+        f"top-1 {100 * metrics['top1']:.2f} after epoch {metrics['epoch']}; {output / 'model'}"
+    )
+    return TrainingResult(folder=output, metrics=metrics, history=log.history, model=model)
+
+
+def _meet_budget(trainer: Trainer, model: nn.Module) -> dict[str, Any]:
+    """Set LTMP's thresholds on training images without labels, and evaluate again."""
+    images = _some_images(trainer.loaders.clean(), THRESHOLD_IMAGES)
+    set_thresholds_(model, images, batch_size=trainer.settings.data.batch_size)
+    found = evaluate(model, trainer.loaders.val, trainer.loaders.num_classes, trainer.fabric)
+    held_out = _some_images(iter(trainer.loaders.val), THRESHOLD_IMAGES)
+    return {
+        "top1": found.top1,
+        "loss": found.loss,
+        "ib_loss": found.ib_loss,
+        "ib_bound": found.ib_bound,
+        "mac_share": measure_share(model, held_out),
+    }
+
+
+def _some_images(batches: Any, count: int) -> torch.Tensor:
+    taken: list[torch.Tensor] = []
+    batch: Batch
+    for batch in batches:
+        taken.append(batch.images)
+        if sum(map(len, taken)) >= count:
+            break
+    return torch.cat(taken)[:count]

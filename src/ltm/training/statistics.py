@@ -1,0 +1,79 @@
+"""Class statistics of the sites: Q and centroids, once per epoch, from clean labels.
+
+Each site adds up what it sees; taking the sums adds up all processes too. The first merging epoch
+needs centroids and Q of the epoch before, which saw none: two passes over clean images make them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from ltm.api import Record, collect_statistics_, is_merging, mergers, watching
+from ltm.core.cost import evaluating
+from ltm.data.loading import Batch
+from ltm.methods.ltm.step import LTMMerger
+
+
+def statistical_mergers(model: nn.Module) -> list[LTMMerger]:
+    """The mergers that keep class statistics."""
+    if not is_merging(model):
+        return []
+    found = [merger for _, merger in mergers(model) if isinstance(merger, LTMMerger)]
+    return [merger for merger in found if merger.informative is not None]
+
+
+def needs_statistics(model: nn.Module) -> bool:
+    """Whether any site keeps class statistics."""
+    return bool(statistical_mergers(model))
+
+
+@torch.no_grad()
+def observe_(records: Sequence[Record], labels: Tensor) -> None:
+    """Let every site that merged add a batch with its clean labels to its sums."""
+    for record in records:
+        if record.merger is not None and record.decision is not None:
+            hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
+            record.merger.observe(record.merged, hints)
+
+
+def take_statistics_(model: nn.Module) -> None:
+    """Turn the sums of all processes into centroids and Q. All processes have to call it."""
+    for merger in statistical_mergers(model):
+        merger.take_statistics_()
+
+
+def forget_sums_(model: nn.Module) -> None:
+    """Drop sums that an epoch left unfinished."""
+    for merger in statistical_mergers(model):
+        merger.statistics = None
+
+
+def start_statistics_(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Centroids, then Q, from two passes over clean images: what the first merging epoch needs."""
+    collect_statistics_(model, batches, passes=2)
+
+
+@torch.no_grad()
+def refresh_statistics_(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Q from the last centroids, and new centroids, from one pass over clean images."""
+    forget_sums_(model)
+    for images, labels in batches:
+        with evaluating(model), watching(model) as records:
+            model(images)
+        observe_(records, labels)
+    take_statistics_(model)
+
+
+class FirstBatches:
+    """The first batches of a loader, anew each time; each process has at least one."""
+
+    def __init__(self, loader: Iterable[Batch], num_batches: int) -> None:
+        self._loader, self._num_batches = loader, max(1, num_batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(islice(self._loader, self._num_batches))

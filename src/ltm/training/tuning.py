@@ -1,0 +1,108 @@
+"""Which parameters train, and which layers behave as in training."""
+
+from fnmatch import fnmatchcase
+
+import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
+
+from ltm.api import is_merging, mergers
+from ltm.methods.ltm.learned import LearnedMerger
+from ltm.training.config import TuneSettings
+from ltm.training.lora import add_lora_, is_lora
+from ltm.training.values import choices
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,  # noqa: SLF001 - the base of all that keep running statistics
+    nn.LayerNorm,
+    nn.GroupNorm,
+    BatchNormAct2d,
+)
+
+
+def choose_trainable_(model: nn.Module, settings: TuneSettings) -> None:
+    """Freeze what the settings leave out, and add LoRA adapters where they ask for them.
+
+    Call it once, before the optimiser is made.
+    """
+    chosen = chosen_parameters(model, settings)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+    if settings.lora_rank:
+        add_lora_(
+            model,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            targets=settings.lora_targets,
+        )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_lora(name) or _without_wrapper(name) in chosen)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "nothing would train: this method has no parameters of its own; add unfreeze=head.*, "
+            "lora_rank=8, or use trainable=all"
+        )
+
+
+def chosen_parameters(model: nn.Module, settings: TuneSettings) -> set[str]:
+    """Names of the parameters that train, LoRA's not among them."""
+    names = [name for name, _ in model.named_parameters()]
+    if settings.trainable == "all":
+        return set(names)
+    chosen = {name for name in names if in_merger(name)} if is_merging(model) else set()
+    for pattern in settings.unfreeze:
+        matched = {name for name in names if fnmatchcase(name, pattern)}
+        if not matched:
+            tops = {f"{name.split('.')[0]}.*" for name in names}
+            known = choices(pattern, tops)
+            raise ValueError(f"unfreeze: {pattern!r} matches no parameter; {known}")
+        chosen |= matched
+    return chosen
+
+
+def in_merger(name: str) -> bool:
+    """Whether a parameter belongs to a mask module."""
+    return ".merger." in f".{name}"
+
+
+def train_mode_(model: nn.Module) -> None:
+    """Put the model into training mode, but for normalisation layers that do not train.
+
+    Running statistics of a frozen network stay what they are.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _NORMS) and not _trains(module, model):
+            module.eval()
+
+
+def _trains(module: nn.Module, model: nn.Module) -> bool:
+    """A layer without parameters of its own follows the model as a whole."""
+    own = list(module.parameters(recurse=False))
+    return any(p.requires_grad for p in (own or _outside_mergers(model)))
+
+
+def _outside_mergers(model: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if not in_merger(name)]
+
+
+@torch.no_grad()
+def set_noise_(model: nn.Module, noise: float) -> None:
+    """Set the scale of the noise on learned supports."""
+    if is_merging(model):
+        for _, merger in mergers(model):
+            if isinstance(merger, LearnedMerger):
+                merger.noise = noise
+
+
+def annealed_noise(initial: float, epoch: int, first: int, epochs: int) -> float:
+    """Noise of an epoch: from `initial` at the first merging epoch linearly to 0 at the last."""
+    merging = epochs - first
+    if merging <= 1:
+        return 0.0
+    return initial * max(0.0, 1.0 - max(0, epoch - first) / (merging - 1))
+
+
+def _without_wrapper(name: str) -> str:
+    """A parameter's name before peft put its layer into an adapter."""
+    return name.replace(".base_layer.", ".")

@@ -1,0 +1,65 @@
+"""A converted model can stand in for its original: warm-up epochs and distillation rely on it."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import ltm
+from ltm.api import merging_off, set_ratio_
+
+MODELS = {
+    "vit": ("vit_tiny_patch16_224", {"img_size": 64, "depth": 4, "embed_dim": 48, "num_heads": 3}),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        {"img_size": 56, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)},
+    ),
+    "mobilevit": ("mobilevit_xxs", {}),
+    "efficientvit": ("efficientvit_b0", {}),
+}
+
+
+def build(family: str) -> nn.Module:
+    name, arguments = MODELS[family]
+    return timm.create_model(name, num_classes=5, **arguments).eval()
+
+
+def size_of(family: str) -> int:
+    return {"vit": 64, "swin": 56}.get(family, 64)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_without_merging_a_converted_model_is_its_original(family: str) -> None:
+    model, images = build(family), torch.randn(2, 3, size_of(family), size_of(family))
+    with torch.no_grad():
+        original = model(images)
+        ltm.merge_tokens_(model, ltm.LTM(ratio=0.75), size_of(family))
+        merged = model(images)
+        with merging_off(model):
+            paused = model(images)
+        again = model(images)
+    assert torch.equal(paused, original)
+    assert not torch.allclose(merged, original, atol=1e-4)
+    assert torch.equal(again, merged)
+
+
+def test_windows_that_were_fitted_to_fewer_tokens_come_back() -> None:
+    """Deep in a Swin the map gets smaller than the window, whose bias is then indexed anew."""
+    model, images = build("swin"), torch.randn(1, 3, 56, 56)
+    with torch.no_grad():
+        original = model(images)
+        ltm.merge_tokens_(model, ltm.LTM(per_block=0.6), 56)
+        assert any(block.slot.original for layer in model.layers for block in layer.blocks)  # pyright: ignore
+        merged = model(images)
+        with merging_off(model):
+            assert torch.equal(model(images), original)
+        assert torch.equal(model(images), merged)
+
+
+def test_a_changed_ratio_keeps_the_statistics_at_work() -> None:
+    model = build("vit")
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, sites=(1, 2)))
+    images, labels = torch.randn(10, 3, 64, 64), torch.arange(10) % 5
+    ltm.collect_statistics_(model, [(images, labels)])
+    set_ratio_(model, 0.7)
+    assert all(merger.active for _, merger in ltm.api.mergers(model))
