@@ -73,7 +73,7 @@ def test_a_new_classifier(name):
 @pytest.mark.parametrize("method", ["ltm", "tome"])
 def test_gradient_checkpointing_gives_the_same_gradients(name, method):
     model, images = toy(name), pictures(name)
-    ltm.merge_tokens_(model, methods()[method](per_block=0.8), size_of(name))
+    ltm.merge_tokens_(model, methods()[method](per_block=0.4), size_of(name))
     if method == "ltm":
         ltm.collect_statistics_(model, [images])
 
@@ -123,7 +123,7 @@ def test_swin_at_other_sizes(size):
     assert torch.isfinite(model(torch.randn(1, 3, size, size))).all()
 
 
-@pytest.mark.parametrize("name", ["vit", "swin", "efficientvit"])
+@pytest.mark.parametrize("name", ["vit", "efficientvit"])
 def test_a_new_ratio_keeps_what_was_learned(name):
     model = convert(toy(name), name, ratio=0.9)
     images = pictures(name)
@@ -199,7 +199,7 @@ def test_bad_settings():
 def test_token_space_is_refused_with_its_size():
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_224")
-    with pytest.raises(ValueError, match=r"GiB at block"):
+    with pytest.raises(ValueError, match=r"MiB at block"):
         ltm.merge_tokens_(model, ltm.LTM(support="learned", space="token", per_block=0.9))
 
 

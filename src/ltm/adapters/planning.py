@@ -26,6 +26,9 @@ from ltm.core.schedule import (
 )
 from ltm.methods.base import Count, Merger, MethodConfig, Site
 
+# How far below the budget, as a share of it, a plan may end: grids have whole-number sides.
+_CLOSE, _CLOSE_ON_GRIDS = 0.005, 0.02
+
 Counts = Mapping[int, Count]
 """Tokens after each site, by block."""
 
@@ -160,16 +163,15 @@ class Planner:
         if ratio == 1:
             return {}
         budget = ratio * self.macs_before
-        fit = fit_budget(self._at_strength, self.cost, budget)
+        close = _CLOSE_ON_GRIDS if self.keeps_grid else _CLOSE
+        fit = fit_budget(self._at_strength, self.cost, budget, tolerance=close)
         if fit is None:
             floor = self.cost(self._at_strength(1.0)) / self.macs_before
             raise ValueError(
                 f"ratio: got {ratio}; {self.config.name} on this network cannot go below "
                 f"{floor:.3f} of its MACs."
             )
-        if self.keeps_grid and fit.cost < 0.98 * budget:
-            return self._relaxed(fit.counts, budget)
-        return fit.counts
+        return self._relaxed(fit.counts, fit.cost, budget) if self.keeps_grid else fit.counts
 
     def _at_strength(self, strength: float) -> Counts:
         if self.keeps_grid:
@@ -187,21 +189,25 @@ class Planner:
         grids = grid_counts(chosen, self._entry(), self.layout.stage_sizes, self.layout.multiple)
         return {index: grids[index] for index in self.chosen}
 
-    def _relaxed(self, counts: Counts, budget: float) -> Counts:
+    def _relaxed(self, counts: Counts, cost: float, budget: float) -> Counts:
         """Whole-number sides jump past the budget: let the sites that merge most merge less."""
         current = dict(counts)
         tried: set[str] = set()
-        while True:
+        while cost < (1 - _CLOSE_ON_GRIDS) * budget:
             sites = sorted(self._grid_sites(current), key=lambda site: site.num_out / site.num_in)
             options = [(s.block, larger) for s in sites for larger in self._larger(s)]
             for block, larger in options:
                 candidate = current | {block: larger}
-                if repr(candidate) not in tried and self.cost(candidate) <= budget:
-                    current = candidate
-                    break
+                if repr(candidate) in tried:
+                    continue
                 tried.add(repr(candidate))
+                candidate_cost = self.cost(candidate)
+                if candidate_cost <= budget:
+                    current, cost = candidate, candidate_cost
+                    break
             else:
-                return current
+                break
+        return current
 
     def _larger(self, site: Site) -> list[Grid]:
         """The grids one step less merged: the shorter side first."""

@@ -29,8 +29,8 @@ from ltm.methods.ltm.step import LTMMerger, carried
 if TYPE_CHECKING:
     from ltm.methods.ltm.config import LTM
 
-# Centroids of all merged tokens: 5 GB for ViT-B at 1000 classes, so the letter has a limit.
-TOKEN_SPACE_LIMIT = 1 << 30
+# Centroids of all merged tokens: 5 GB over the blocks of ViT-B at 1000 classes, hence a limit.
+TOKEN_SPACE_LIMIT = 1 << 28
 
 
 class Axis(nn.Module):
@@ -276,8 +276,8 @@ def _check_token_space(site: Site) -> None:
     needed = 4 * site.num_classes * site.num_out * site.width
     if needed > TOKEN_SPACE_LIMIT:
         raise ValueError(
-            f"space: got 'token'; its centroids would take {needed / 2**30:.1f} GiB at block "
+            f"space: got 'token'; its centroids would take {needed / 2**20:.0f} MiB at block "
             f"{site.block} ({site.num_classes} classes x {site.num_out} tokens x {site.width} "
-            f"channels), and at most {TOKEN_SPACE_LIMIT / 2**30:.0f} GiB is allowed: "
+            f"channels), and at most {TOKEN_SPACE_LIMIT / 2**20:.0f} MiB a block is allowed: "
             "use space='pooled'."
         )
