@@ -191,9 +191,8 @@ def _read_annotations(
     if annotations is not None and Path(annotations).is_file():
         where, content = str(annotations), Path(annotations).read_bytes()
     else:
-        inside = _find_annotations(
-            store, [str(annotations)] if annotations else _usual_names(split)
-        )
+        usual = [str(annotations)] if annotations else _usual_names(split)
+        inside = _find_annotations(store, usual)
         where, content = f"{store.path}/{inside}", store.read(inside)
     try:
         data = json.loads(content)
@@ -208,9 +207,8 @@ def _find_annotations(store: FileStore, usual: list[str]) -> str:
     for name in [*usual, *(f"{top}/{name}" for top in tops for name in usual)]:
         if name in names:
             return name
-    raise FileNotFoundError(
-        f"{store.path} has none of {', '.join(usual)}; name the annotation file"
-    )
+    known = ", ".join(usual)
+    raise FileNotFoundError(f"{store.path} has none of {known}; name the annotation file")
 
 
 def _usual_names(split: str) -> list[str]:
