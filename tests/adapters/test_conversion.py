@@ -155,7 +155,7 @@ LEARNERS = [
     {"support": "learned", "scope": "batch"},
     {"support": "learned", "mask_form": "letter"},
     {"labels": "true"},
-    {"step": "raw"},
+    {"support": "learned", "step": "raw"},
     {"mlp": True},
 ]
 
@@ -172,8 +172,6 @@ def test_gradients_reach_every_mask_parameter_and_nothing_frozen_moves(settings,
     for module_name, merger in mergers(model):
         learnable |= {f"{module_name}.{n}" for n, _ in merger.named_parameters()}
         merger.train()
-    if settings.get("step") == "raw":
-        learnable = {n for n in learnable if not n.endswith("gain")}
     for name_, parameter in model.named_parameters():
         parameter.requires_grad_(name_ in learnable)
     before = {n: p.clone() for n, p in model.named_parameters()}

@@ -9,7 +9,7 @@ import ltm
 from ltm.methods import methods
 from toys import TOYS, pictures, size_of, toy
 
-STATIC = ltm.LTM(per_block=0.8, support="learned", weights="uniform")
+STATIC = ltm.LTM(per_block=0.6, support="learned", weights="uniform")
 
 
 def prepared(name, config):
@@ -21,9 +21,9 @@ def prepared(name, config):
 
 
 CONFIGS = [
-    *(method(per_block=0.85) for _, method in sorted(methods().items())),
+    *(method(per_block=0.6) for _, method in sorted(methods().items())),
     STATIC,
-    ltm.LTM(per_block=0.85, support="learned", scope="batch"),
+    ltm.LTM(per_block=0.6, support="learned", scope="batch"),
 ]
 IDS = [f"{c.name}-{getattr(c, 'support', '')}-{getattr(c, 'scope', '')}" for c in CONFIGS]
 

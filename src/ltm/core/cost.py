@@ -42,7 +42,7 @@ def run_on_meta(meta_model: nn.Module, images: Tensor) -> None:
 
 
 def _autocast(device_type: str, *args: Any, **options: Any) -> AbstractContextManager[object]:
-    """Versions of timm before 1.0.30 enter autocast on the device of its tensors, and `meta` has none."""
+    """Before 1.0.30 timm enters autocast on the device of its tensors, and `meta` has none."""
     if device_type == "meta":
         return nullcontext()
     return torch.amp.autocast(device_type, *args, **options)

@@ -178,7 +178,7 @@ class LearnedMerger(LTMMerger):
             merged = before.to(patches.dtype).mT @ patches
             gradient = step.direction(merged.flatten(1), self.true_labels(hints))
             change = mask_gradient.token_gradient(patches, gradient.reshape(merged.shape))
-            if config.step == "standardised":
+            if step.gain is not None:
                 spread = change.flatten(1).std(dim=1, correction=0)[:, None, None]
                 change = step.gain * change / (spread + 1e-6)
             state = (state - config.eta * change).clamp(-8, 8)

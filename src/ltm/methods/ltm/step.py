@@ -38,7 +38,8 @@ class InformativeStep(nn.Module):
         self.register_buffer("present", torch.zeros(num_classes, dtype=torch.bool))
         # -log Q(a | y), transposed: soft labels times this are the costs psi.
         self.register_buffer("costs", torch.zeros(num_classes, num_classes))
-        self.gain = nn.Parameter(torch.tensor(float(config.gain)))
+        standardised = config.step == "standardised"
+        self.gain = nn.Parameter(torch.tensor(float(config.gain))) if standardised else None
         self.mlp = nn.Linear(width, width) if config.mlp else None
         if self.mlp is not None:
             nn.init.zeros_(self.mlp.weight)
@@ -76,7 +77,7 @@ class InformativeStep(nn.Module):
         patches: Float[Tensor, "b n c"],
         size: Float[Tensor, "b n"],
         labels: Tensor | None,
-        carry: Float[Tensor, "b n"] | None,
+        carry: Float[Tensor, "_ n"] | None,
     ) -> Float[Tensor, "b n"] | None:
         if not self.active:
             return carry
@@ -85,7 +86,7 @@ class InformativeStep(nn.Module):
         feature = (share[:, None].to(tokens.dtype) @ tokens)[:, 0]
         gradient = self.direction(feature, labels)
         logits = -mask_gradient.pooled_gradient(tokens, gradient)
-        if self.config.step == "standardised":
+        if self.gain is not None:
             spread = logits.std(dim=1, keepdim=True, correction=0)
             logits = self.gain * (logits - logits.mean(dim=1, keepdim=True)) / (spread + 1e-6)
         logits = self.config.eta * logits
@@ -115,7 +116,9 @@ class LTMMerger(Merger):
         self.statistics = None
         self.informative = self._new_step()
         if self.informative is not None and before is not None:
-            self.informative.to(before.centroids.device).gain.data.copy_(before.gain.data)
+            self.informative.to(before.centroids.device)
+            if self.informative.gain is not None and before.gain is not None:
+                self.informative.gain.data.copy_(before.gain.data)
 
     def feature_width(self) -> int:
         return self.site.width
