@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         merge_maps as merge_maps,
         merge_tokens_ as merge_tokens_,
         save as save,
+        set_ratio_ as set_ratio_,
         token_counts as token_counts,
         unmerge_tokens_ as unmerge_tokens_,
     )
@@ -36,6 +37,7 @@ _HOMES = {
         "merge_maps",
         "merge_tokens_",
         "save",
+        "set_ratio_",
         "token_counts",
         "unmerge_tokens_",
     ),
