@@ -1,0 +1,88 @@
+"""What a report tells: networks side by side, and what they were measured on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from ltm.evaluation.accuracy import Accuracy, PairedDifference
+from ltm.evaluation.bottleneck import SiteBottleneck
+from ltm.evaluation.environment import Environment
+from ltm.evaluation.latency import BASE, Timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockChange:
+    """One block of the compressed network that merges."""
+
+    block: int
+    before: str
+    """Tokens that enter: a number, or height x width."""
+    after: str
+    how: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """One network: what it costs, how right it is, how fast."""
+
+    method: str
+    parameters: int
+    gmacs: float
+    share: float
+    """Of the original's multiply-adds; a mean over images where tokens differ per image."""
+    accuracy: Accuracy | None = None
+    against_base: PairedDifference | None = None
+    timings: tuple[Timing, ...] = ()
+    tokens: dict[int, float] = field(default_factory=dict)
+    """Tokens after each block, prefix tokens excluded."""
+    bottleneck: tuple[SiteBottleneck, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A compressed network, its original and its peers, on the same images and machine."""
+
+    title: str
+    model: str
+    weights: str
+    method: str
+    """The one that was saved; the other networks are for comparison."""
+    ratio: float | None
+    data: str
+    num_calibration_images: int
+    """Unlabelled images that schedules and thresholds were chosen on; none of them is evaluated."""
+    finetune_epochs: float
+    seed: int
+    command: str
+    environment: Environment
+    networks: tuple[Network, ...]
+    lead: dict[str, PairedDifference] = field(default_factory=dict)
+    """Accuracy of the compressed network less that of each peer, image by image."""
+    blocks: tuple[BlockChange, ...] = ()
+    num_blocks: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Methods that could not be compared, and why."""
+    interrupted: str = ""
+    """What was going on when the run was stopped; empty for a complete one."""
+
+    def network(self, method: str) -> Network | None:
+        """The network of a method, if it was measured."""
+        return next((n for n in self.networks if n.method == method), None)
+
+    @property
+    def base(self) -> Network | None:
+        return self.network(BASE)
+
+    @property
+    def compressed(self) -> Network | None:
+        return self.network(self.method)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, networks by method."""
+        values = dataclasses.asdict(self)
+        values["networks"] = {network["method"]: network for network in values["networks"]}
+        values["complete"] = not self.interrupted
+        return values

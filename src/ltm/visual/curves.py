@@ -1,0 +1,162 @@
+"""Curves: accuracy against cost, tokens and the information bottleneck by block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from ltm.evaluation.bottleneck import SiteBottleneck
+from ltm.evaluation.latency import BASE
+
+NAMES = {BASE: "original", "ltm": "LTM", "tome": "ToMe", "tofu": "ToFu", "ltmp": "LTMP"}
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; markers say it again.
+_STYLES = {
+    BASE: ("#222222", "s"),
+    "ltm": ("#d55e00", "o"),
+    "tome": ("#0072b2", "^"),
+    "tofu": ("#009e73", "D"),
+    "ltmp": ("#aa4499", "v"),
+}
+_OTHERS = (("#e69f00", "P"), ("#56b4e9", "X"), ("#999933", "*"))
+_SIZE = (5.0, 3.4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One network: what it costs and how right it is."""
+
+    method: str
+    cost: float
+    accuracy: float
+    interval: tuple[float, float] | None = None
+
+
+def display_name(method: str) -> str:
+    """The name to print: that of the paper where there is one."""
+    return NAMES.get(method, method)
+
+
+def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
+    """Top-1 against a cost; points of one method are joined, intervals are drawn as lines."""
+    figure, axes = _canvas()
+    by_method: dict[str, list[Point]] = {}
+    for point in points:
+        by_method.setdefault(point.method, []).append(point)
+    for method, (colour, marker) in _styles(by_method).items():
+        members = sorted(by_method[method], key=lambda point: point.cost)
+        costs = [point.cost for point in members]
+        shares = [100 * point.accuracy for point in members]
+        below, above = zip(*(_reach(point) for point in members), strict=True)
+        axes.errorbar(
+            costs,
+            shares,
+            yerr=[below, above],
+            color=colour,
+            marker=marker,
+            markersize=7,
+            linewidth=1.4 if len(members) > 1 else 0,
+            elinewidth=1.0,
+            capsize=2.5,
+            label=display_name(method),
+        )
+    axes.set_xlabel(cost)
+    axes.set_ylabel("top-1, per cent")
+    axes.margins(x=0.12, y=0.12)
+    _legend(axes)
+    return figure
+
+
+def tokens_figure(tokens: Mapping[str, Mapping[int, float]]) -> Figure:
+    """Tokens that leave each block, by method."""
+    figure, axes = _canvas()
+    for method, style in _styles(tokens).items():
+        _draw_by_block(axes, method, sorted(tokens[method].items()), style)
+    axes.set_ylabel("tokens after the block")
+    axes.set_ylim(bottom=0)
+    _number_blocks(axes)
+    _legend(axes)
+    return figure
+
+
+def bottleneck_figure(rows: Sequence[SiteBottleneck]) -> Figure:
+    """IB loss and its bound by block: lower keeps less of the input and more of the label."""
+    figure = Figure(figsize=(_SIZE[0], 1.7 * _SIZE[1]), layout="constrained", facecolor="white")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    methods = list(dict.fromkeys(row.model for row in rows))
+    for axes, label, field in (
+        (upper, "IB loss, nats", "loss"),
+        (lower, "IB bound, nats", "bound"),
+    ):
+        _tidy(axes)
+        for method, style in _styles(methods).items():
+            series = [(row.block, getattr(row, field)) for row in rows if row.model == method]
+            _draw_by_block(axes, method, sorted(series), style)
+        axes.set_ylabel(label)
+        _number_blocks(axes)
+    _legend(upper)
+    upper.set_xlabel("")
+    return figure
+
+
+def _draw_by_block(
+    axes: Axes, method: str, series: Sequence[tuple[int, float]], style: tuple[str, str]
+) -> None:
+    blocks, values = zip(*series, strict=True)
+    axes.plot(
+        blocks,
+        values,
+        color=style[0],
+        marker=style[1],
+        markersize=4.5,
+        linewidth=1.6,
+        linestyle="--" if method == BASE else "-",
+        label=display_name(method),
+    )
+
+
+def _number_blocks(axes: Axes) -> None:
+    axes.set_xlabel("block, counted from 0")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend(axes: Axes) -> None:
+    """Above the data, where nothing can hide behind it."""
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=min(5, len(axes.get_legend_handles_labels()[1])),
+        frameon=False,
+        fontsize=9,
+        handletextpad=0.4,
+        columnspacing=1.0,
+    )
+
+
+def _styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a marker for every method; variants get some of their own."""
+    others = itertools.cycle(_OTHERS)
+    return {method: _STYLES.get(method) or next(others) for method in methods}
+
+
+def _reach(point: Point) -> tuple[float, float]:
+    low, high = point.interval or (point.accuracy, point.accuracy)
+    return 100 * (point.accuracy - low), 100 * (high - point.accuracy)
+
+
+def _canvas() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=_SIZE, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    _tidy(axes)
+    return figure, axes
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=True, color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)

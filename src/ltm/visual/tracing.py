@@ -1,0 +1,96 @@
+"""Follow the tokens of a converted model: where each patch went, and how many tokens are left.
+
+Letters: b images, n patches at the start of a block's stage, p tokens after the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ltm.api import conversion_of, merge_maps, watching
+from ltm.core.cost import evaluating
+from ltm.core.schedule import Grid
+
+DROPPED = -1
+"""The group of a patch that went into no token."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SiteMap:
+    """The tokens after one block, as weights over the patches."""
+
+    block: int
+    grid: Grid
+    weights: Float[Tensor, "b n p"]
+    """Columns sum to one, or to zero where a shorter image is padded."""
+
+    def num_tokens(self, image: int) -> int:
+        """Tokens that one image has left."""
+        return int((self.weights[image].sum(0) > 0).sum())
+
+    def groups(self) -> Int[Tensor, "b n"]:
+        """The token that each patch went into, most of it where it was shared out."""
+        strongest, place = self.weights.max(dim=-1)
+        return place.masked_fill(strongest <= 0, DROPPED)
+
+    def group_grid(self, image: int) -> NDArray[np.int64]:
+        """One image's groups, on the grid of patches."""
+        return self.groups()[image].reshape(self.grid).cpu().numpy()
+
+    def of_target(self, image: int, patch: Grid) -> NDArray[np.float32]:
+        """The weights of the token that holds a patch; all zero where the patch was dropped."""
+        index = _patch_index(patch, self.grid)
+        place = int(self.groups()[image, index])
+        if place == DROPPED:
+            return np.zeros(self.grid, dtype=np.float32)
+        return self.weights[image, :, place].float().reshape(self.grid).cpu().numpy()
+
+
+def trace(model: nn.Module, images: Tensor) -> list[SiteMap]:
+    """Run images through a converted model; one map per block that merges, in order."""
+    grids = {site.block: site.grid for site in conversion_of(model).sites}
+    maps = merge_maps(model, images)
+    return [
+        SiteMap(block=block, grid=grids[block], weights=weights)
+        for block, weights in sorted(maps.items())
+    ]
+
+
+def at_block(maps: Sequence[SiteMap], block: int, grid: Grid, num_images: int) -> SiteMap:
+    """The tokens as they leave a block: those of the last merge so far, or the patches."""
+    before = [site for site in maps if site.block <= block]
+    if before:
+        return before[-1]
+    identity = torch.eye(grid[0] * grid[1]).expand(num_images, -1, -1)
+    return SiteMap(block=block, grid=grid, weights=identity)
+
+
+@torch.no_grad()
+def tokens_by_block(model: nn.Module, images: Tensor) -> dict[int, float]:
+    """Tokens that leave each block of a converted model on average, prefix tokens excluded."""
+    prefix = max((site.num_prefix for site in conversion_of(model).sites), default=0)
+    with evaluating(model), watching(model) as records:
+        model(images)
+    counts: dict[int, float] = {}
+    for record in records:
+        counts[record.block] = float(record.merged.shape[1] - prefix)
+        if record.size is not None:
+            counts[record.block] = float((record.size[:, prefix:] > 0).sum(1).float().mean())
+    return counts
+
+
+def _patch_index(patch: Grid, grid: Grid) -> int:
+    (row, column), (height, width) = patch, grid
+    if not (0 <= row < height and 0 <= column < width):
+        raise ValueError(
+            f"target {row},{column} lies outside the image: rows go from 0 to {height - 1}, "
+            f"columns from 0 to {width - 1}"
+        )
+    return row * width + column
