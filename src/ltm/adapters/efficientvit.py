@@ -213,4 +213,5 @@ class EfficientViTAdapter(Adapter):
 
 
 def _width(block: Any) -> int:
-    return block.context_module.main.proj.conv.out_channels
+    projection = block.context_module.main.proj.conv
+    return getattr(projection, "base_layer", projection).out_channels  # LoRA wraps it

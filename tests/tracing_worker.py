@@ -1,0 +1,76 @@
+"""Compile and export every case without the shape assertions of the tests, and print what came out.
+
+A process of its own: tracers cannot see through the assertions that the test session installs.
+"""
+
+import json
+import sys
+import warnings
+
+import torch
+
+import ltm
+from ltm.api import mergers
+from toys import pictures, size_of, toy
+
+CASES = {
+    "vit-ltm": ("vit", ltm.LTM(per_block=0.9)),
+    "vit-ltm-learned": ("vit", ltm.LTM(per_block=0.9, support="learned")),
+    "vit-tome": ("vit", ltm.ToMe(per_block=0.9)),
+    "vit-tofu": ("vit", ltm.ToFu(per_block=0.9)),
+    "vit-ltmp": ("vit", ltm.LTMP(per_block=0.9)),
+    "pooled-ltm": ("pooled", ltm.LTM(per_block=0.9)),
+    "swin-ltm": ("swin", ltm.LTM(per_block=0.8)),
+    "mobilevit-ltm": ("mobilevit", ltm.LTM(per_block=0.6)),
+    "efficientvit-ltm": ("efficientvit", ltm.LTM(per_block=0.6)),
+}
+
+
+def prepared(case: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    name, config = CASES[case]
+    model, images = toy(name), pictures(name, batch=3)
+    ltm.merge_tokens_(model, config, size_of(name))
+    if config.name == "ltm":
+        ltm.collect_statistics_(model, [images])
+    if config.name == "ltmp":
+        for _, merger in mergers(model):
+            merger.merge_threshold.data.fill_(0.5)
+            merger.prune_threshold.data.fill_(0.3 / merger.site.num_in)
+    return model, images
+
+
+def compiled(case: str) -> float:
+    model, images = prepared(case)
+    expected = model(images)
+    torch._dynamo.reset()
+    out = torch.compile(model, fullgraph=True, backend="eager")(images)
+    # The model itself goes on working, with another batch too.
+    model(images[:1])
+    return float((out - expected).abs().max())
+
+
+def exported(case: str) -> float:
+    model, images = prepared(case)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: batch},)).module()
+    other = torch.cat([images, images.flip(-1)])
+    return float((program(other) - model(other)).abs().max())
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    results = {}
+    with torch.no_grad():
+        for case in sys.argv[1:] or CASES:
+            for trace in (compiled, exported):
+                try:
+                    results[f"{case}-{trace.__name__}"] = trace(case)
+                except Exception as error:  # noqa: BLE001
+                    # The test says which case failed, and why.
+                    results[f"{case}-{trace.__name__}"] = repr(error)[:2000]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
