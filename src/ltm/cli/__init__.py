@@ -12,6 +12,8 @@ from importlib import import_module
 COMMANDS = {
     "train": "Train a token-merging network from scratch on labelled images.",
     "finetune": "Make a pretrained network merge tokens and train its mask modules.",
+    "benchmark": "Time networks, merged and untouched, in interleaved rounds.",
+    "evaluate": "Measure accuracy, cost and information bottleneck, merged and untouched.",
     "demo": "Measure the information bottleneck of features made up on the spot.",
 }
 

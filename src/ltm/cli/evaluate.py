@@ -7,13 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.models import (
-    check_classes,
-    load_model,
-    method_config,
-    num_classes_of,
-    split_methods,
-)
+from ltm.cli.entrants import set_ltmp_thresholds_
+from ltm.cli.images import load_batches, open_images, sample_images
+from ltm.cli.models import load_model, method_config, num_classes_of, split_methods
 from ltm.cli.progress import Progress
 from ltm.cli.results import open_folder, write_metrics
 
@@ -24,6 +20,8 @@ if TYPE_CHECKING:
     from ltm.evaluation.bottleneck import SiteBottleneck
 
 BASE = "base"
+_SAMPLE = 64
+"""Images on which LTMP's thresholds are set."""
 
 
 def evaluate(
@@ -85,7 +83,8 @@ def evaluate(
     """
     open_folder(output, overwrite=overwrite)
 
-    from ltm.evaluation import accuracy
+    from ltm.evaluation import accuracy, environment
+    from ltm.evaluation.accuracy import as_row
     from ltm.evaluation.bottleneck import measure_bottleneck
     from ltm.evaluation.processes import joined, local_device
 
@@ -106,29 +105,29 @@ def evaluate(
         options = {"batch_size": batch_size, "workers": workers, "device": where}
         options |= process._asdict()
         batches = load_batches(dataset, data, loaded, **options)
-        if statistics is not None:
-            collect_(models, load_batches(others, statistics, loaded, **options))
+        if run is None:
+            few = others or dataset
+            meet_ratios_(models, lambda: sample_images(few, statistics or data, loaded, _SAMPLE))
+        if others is not None:
+            more = load_batches(others, statistics or data, loaded, labelled=False, **options)
+            collect_(models, more)
         loop = Progress("accuracy", silent=not process.speaks)
         outputs = accuracy.evaluate(models, batches, original=BASE, progress=loop)
         sites: list[SiteBottleneck] = []
         if bottleneck and not loop.interrupted:
             loop = Progress("information bottleneck", silent=not process.speaks)
-            sites = measure_bottleneck(
-                models,
-                batches,
-                num_classes_of(loaded),
-                beta=beta,
-                progress=loop,
-            )
+            classes = num_classes_of(loaded)
+            sites = measure_bottleneck(models, batches, classes, beta=beta, progress=loop)
         if not process.speaks:
             return
-        metrics = describe(models, outputs, sites, next(iter(batches))[0][:8])
+        metrics = describe(models, outputs, sites, sample_images(dataset, data, loaded, 8))
     metrics = {
         "data": data,
         "split": split,
         "model": model or str(run),
         "beta": beta,
         "interrupted": loop.interrupted,
+        "environment": as_row(environment.describe(where)),
         **metrics,
     }
     show(metrics)
@@ -154,32 +153,14 @@ def entrants(model: nn.Module, methods: tuple[str, ...], ratio: float) -> dict[s
     return found
 
 
-def open_images(source: str, split: str, images: int | None = None) -> Any:
-    """The labelled images; what is no image is an error, lest another take its place unnoticed."""
-    from ltm.data.classification import open_dataset
+def meet_ratios_(models: dict[str, nn.Module], sample: Callable[[], Any]) -> None:
+    """Set LTMP's thresholds, which decide how much it merges, on a sample of images."""
+    from ltm.api import conversion_of, is_merging
+    from ltm.methods import LTMP
 
-    dataset = open_dataset(source, split=split, max_unreadable=0)
-    if images is None:
-        return dataset
-    if not hasattr(dataset, "take"):
-        raise ValueError("images: tar shards are evaluated as a whole; leave it out")
-    return dataset.take(images)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def load_batches(
-    dataset: Any, source: str, model: nn.Module, *, batch_size: int, workers: int, **placed: Any
-) -> Any:
-    """Batches of images as the model expects them."""
-    from ltm.api import image_size_of
-    from ltm.data.config import DataConfig
-    from ltm.data.loading import evaluation_loader
-    from ltm.data.transforms import image_spec
-
-    check_classes(model, dataset.class_names, source)
-    config = DataConfig(
-        source=source, batch_size=batch_size, workers=workers, image_size=image_size_of(model)[0]
-    )
-    return evaluation_loader(dataset, image_spec(config, model), config, **placed)
+    for model in models.values():
+        if is_merging(model) and isinstance(conversion_of(model).config, LTMP):
+            set_ltmp_thresholds_(model, sample())
 
 
 def collect_(models: dict[str, nn.Module], batches: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if suffix == ".safetensors":
             stored: Any = load_file(path)
         elif suffix in _PICKLED:
-            stored = torch.load(path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about files that are refused in a moment
+                stored = torch.load(path, map_location="cpu", weights_only=True)
         else:
             known = ", ".join((".safetensors", *_PICKLED))
             raise ValueError(f"weights is {path}: its name must end in one of {known}")

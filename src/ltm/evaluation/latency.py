@@ -75,13 +75,13 @@ class Timing:
     model: str
     method: str
     ratio: float | None
-    gmacs: float | None
     image_size: tuple[int, int]
     batch_size: int
     dtype: str
     mode: str
     scope: str
     device: str
+    gmacs: float | None = None
     milliseconds: float | None = None
     quartiles: tuple[float, float] | None = None
     images_per_second: float | None = None
@@ -228,21 +228,31 @@ def _rows(lanes: Sequence[_Lane], conditions: Conditions) -> list[Timing]:
     return [_row(lane, bases.get(lane.mode), best, conditions) for lane in lanes]
 
 
-def _row(lane: _Lane, base: _Lane | None, best: _Lane | None, conditions: Conditions) -> Timing:
-    entrant = lane.entrant
-    known: dict[str, Any] = {
+def did_not_run(
+    method: str, ratio: float | None, conditions: Conditions, modes: Sequence[str], reason: str
+) -> list[Timing]:
+    """Rows of an entrant that could not even be made ready."""
+    known = _known(method, ratio, conditions)
+    return [Timing(**known, mode=mode, verdict="did not run", error=reason) for mode in modes]
+
+
+def _known(method: str, ratio: float | None, conditions: Conditions) -> dict[str, Any]:
+    return {
         "model": conditions.model,
-        "method": entrant.method,
-        "ratio": entrant.ratio,
-        "gmacs": entrant.gmacs,
+        "method": method,
+        "ratio": ratio,
         "image_size": conditions.image_size,
         "batch_size": conditions.batch_size,
         "dtype": conditions.dtype,
-        "mode": lane.mode,
         "scope": conditions.scope,
         "device": conditions.device,
-        "note": entrant.note,
     }
+
+
+def _row(lane: _Lane, base: _Lane | None, best: _Lane | None, conditions: Conditions) -> Timing:
+    entrant = lane.entrant
+    known = _known(entrant.method, entrant.ratio, conditions)
+    known |= {"mode": lane.mode, "gmacs": entrant.gmacs, "note": entrant.note}
     if not lane.times:
         return Timing(**known, verdict="did not run", error=lane.error)
     time = spread(lane.times)

@@ -87,7 +87,7 @@ def _refuse_synchronisation(run: Runner, images: Tensor) -> None:
 def cudagraph(model: nn.Module, images: Tensor) -> Runner:
     """The eager network, captured as a CUDA graph."""
     _require_cuda("cudagraph", images)
-    return CapturedForward(model, model, images)
+    return CapturedForward(eager(model, images), model, images)
 
 
 def compiled_cudagraph(model: nn.Module, images: Tensor) -> Runner:

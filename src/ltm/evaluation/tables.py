@@ -18,22 +18,23 @@ class TimingFile:
     """Timings gathered over several runs; ratios hold within a run, so each has its own base.
 
     The file is replaced as a whole after every `add`: what was measured is never half written.
+    Without a path rows are only kept.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self.runs: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
-        if path.exists():
-            self._read()
+        if path is not None and path.exists():
+            self._read(path)
 
-    def _read(self) -> None:
+    def _read(self, path: Path) -> None:
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
             self.runs, self.rows = list(content["runs"]), list(content["rows"])
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{self.path} holds no timings that could be added to; choose another folder or "
+                f"{path} holds no timings that could be added to; choose another folder or "
                 "use --overwrite"
             ) from error
 
@@ -56,6 +57,8 @@ class TimingFile:
 
     def write(self) -> None:
         """Write the file in one step."""
+        if self.path is None:
+            return
         text = json.dumps({"runs": self.runs, "rows": self.rows}, indent=1)
         beside = self.path.with_suffix(".partial")
         beside.write_text(text + "\n", encoding="utf-8")

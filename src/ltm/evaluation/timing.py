@@ -96,8 +96,8 @@ def _rank(count: int, level: float) -> int:
         below += math.comb(count, index) / 2**count
         if 2 * below > 1 - level:
             break
-        rank = index + 1
-    return min(rank, (count - 1) // 2)
+        rank = index
+    return rank
 
 
 def verdict(ratio: Estimate) -> str:

@@ -1,0 +1,251 @@
+"""`ltm benchmark`: what merging gains in time, against the untouched network, on this machine."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ltm.cli.entrants import Images, Paddock, check_methods
+from ltm.cli.models import load_model, split_methods
+from ltm.cli.results import open_folder
+
+if TYPE_CHECKING:
+    from ltm.evaluation.latency import Conditions, Entrant, Timing
+
+
+def benchmark(
+    *,
+    models: tuple[str, ...] = ("vit_small_patch16_224",),
+    methods: tuple[str, ...] = ("tome", "ltm"),
+    ratio: float = 0.7,
+    batch_sizes: tuple[str, ...] = ("1", "8", "32"),
+    modes: tuple[str, ...] = ("eager",),
+    dtypes: tuple[str, ...] = ("fp32",),
+    scopes: tuple[Literal["model", "end-to-end", "training"], ...] = ("model",),
+    data: str | None = None,
+    split: str = "val",
+    pretrained: bool = False,
+    weights: Path | None = None,
+    run: Path | None = None,
+    image_size: int | None = None,
+    model_args: tuple[str, ...] = (),
+    workers: int = 2,
+    rounds: int = 15,
+    warmup: int = 3,
+    channels_last: bool = False,
+    device: str = "auto",
+    minutes: float | None = None,
+    output: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Time networks, merged and untouched, in interleaved rounds on this machine.
+
+    For every model, batch size, precision and scope all methods and modes take turns, a, b, c, a,
+    b, c; a speed-up is the median of the rounds' ratios, with its 95% interval, against the
+    untouched network with fused attention in the same mode and in its own best mode. "no gain
+    here" means that the interval touches 1. Rows are written as they come: with --resume a long
+    grid can be gathered over several runs, each with its own base.
+
+    Example:
+        ltm benchmark --models vit_base_patch16_224 --methods tome,ltm,ltm-static
+            --batch-sizes 1,128 --modes eager,cudagraph --dtypes fp16 --output runs/speed
+
+    Args:
+        models: timm's names.
+        methods: such as tome, tofu, ltmp, ltm, ltm-static, tome-reference (the published code's
+            algorithm), or with settings, ltm:ratio=0.5,sites=3+5+8.
+        ratio: share of the multiply-adds that may remain.
+        batch_sizes: images per batch.
+        modes: eager, compiled, cudagraph, compiled-cudagraph, onnxruntime.
+        dtypes: fp32, fp16, bf16.
+        scopes: model (forward alone), end-to-end (with the loader; needs --data), training (step).
+        data: images to run on, as for ltm evaluate; noise unless given.
+        split: split of the data, where it has several.
+        pretrained: take timm's own weights; without any the network is untrained.
+        weights: take those of a file in timm's keys, .safetensors or .pth.
+        run: time a saved network, against itself without merging, instead of models and methods.
+        image_size: by default what the model was made for.
+        model_args: further arguments of the model, such as depth=4.
+        workers: loader processes, end to end.
+        rounds: rounds of the interleaved loop.
+        warmup: calls before the first round.
+        channels_last: keep images in this layout, which suits convolutions.
+        device: auto, cpu, cuda or cuda:N.
+        minutes: start no further race after this many.
+        output: folder for metrics.json and table.md.
+        resume: add to the results there, leaving out what they hold already.
+        overwrite: replace the results there.
+    """
+    from ltm.evaluation.latency import DTYPES
+    from ltm.evaluation.processes import local_device
+    from ltm.evaluation.runners import MODES
+
+    open_folder(output, overwrite=overwrite or resume)
+    wanted_modes = _listed("modes", modes, MODES)
+    grid = Grid(
+        batch_sizes=[_positive("batch_sizes", text) for text in split_methods(batch_sizes)],
+        dtypes=_listed("dtypes", dtypes, DTYPES),
+        scopes=list(scopes),
+        rounds=rounds,
+        warmup=warmup,
+        channels_last=channels_last,
+    )
+    check_methods(split_methods(methods), ratio)
+    if "end-to-end" in scopes and data is None:
+        raise ValueError("scope end-to-end needs images: give --data")
+    where = local_device(device)
+    results = Results(output, where, keep=resume, settings={"modes": wanted_modes, "ratio": ratio})
+    began = time.monotonic()
+    images = None if data is None else Images(data, split, workers)
+    try:
+        for name in [str(run)] if run is not None else split_methods(models):
+            base = load_model(
+                None if run is not None else name,
+                pretrained=pretrained,
+                weights=weights,
+                run=run,
+                image_size=image_size,
+                model_args=model_args,
+                untrained=True,
+            )
+            paddock = Paddock(base, split_methods(methods), ratio, where, images)
+            for conditions in grid.conditions(name, paddock.image_size, str(where)):
+                if minutes is not None and time.monotonic() - began > 60 * minutes:
+                    print(f"stopped after {minutes:g} minutes; --resume does the rest", flush=True)
+                    return
+                results.race(paddock, conditions, wanted_modes)
+    except KeyboardInterrupt:
+        print(f"interrupted; {results.where_they_are()}", flush=True)
+        raise SystemExit(130) from None
+    finally:
+        results.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Batch sizes x precisions x scopes."""
+
+    batch_sizes: Sequence[int]
+    dtypes: Sequence[str]
+    scopes: Sequence[str]
+    rounds: int
+    warmup: int
+    channels_last: bool
+
+    def conditions(
+        self, model: str, image_size: tuple[int, int], device: str
+    ) -> "Iterator[Conditions]":
+        from ltm.evaluation.latency import Conditions
+
+        for scope, dtype, batch_size in product(self.scopes, self.dtypes, self.batch_sizes):
+            yield Conditions(
+                model=model,
+                image_size=image_size,
+                batch_size=batch_size,
+                dtype=dtype,
+                scope=scope,  # pyright: ignore[reportArgumentType]
+                device=device,
+                channels_last=self.channels_last,
+                rounds=self.rounds,
+                warmup=self.warmup,
+            )
+
+
+class Results:
+    """Rows as they come: printed at once, written after every race."""
+
+    def __init__(
+        self, output: Path | None, device: Any, *, keep: bool, settings: dict[str, object]
+    ) -> None:
+        from ltm.evaluation.environment import describe
+        from ltm.evaluation.tables import TimingFile
+
+        path = None if output is None else output / "metrics.json"
+        if path is not None and not keep:
+            path.unlink(missing_ok=True)
+        self.file = TimingFile(path)
+        self.environment = describe(device)
+        self.run = self.file.start_run(self.environment, settings)
+        self.output = output
+        packages = ", ".join(f"{n} {v}" for n, v in self.environment.packages.items())
+        print(f"{self.environment.device}, {packages}", flush=True)
+
+    def race(self, paddock: Paddock, conditions: "Conditions", modes: Sequence[str]) -> None:
+        """Race whatever is not in the file yet, together with the base."""
+        from ltm.evaluation.latency import BASE, did_not_run, race
+
+        training = conditions.scope == "training"
+        ready, rows = [paddock.entrant(BASE, training=training)], []
+        for method in paddock.methods:
+            try:
+                entrant = paddock.entrant(method, training=training)
+            except ValueError as error:
+                rows += did_not_run(method, paddock.ratio, conditions, modes, str(error))
+                continue
+            if not self._held(entrant, conditions, modes):
+                ready.append(entrant)
+        rows = [row for row in rows if not self.file.holds(row, self.environment.device)]
+        title = f"{conditions.model}, batch {conditions.batch_size}, {conditions.dtype}"
+        print(f"\n{title}, {conditions.scope}:", flush=True)
+        if len(ready) > 1:
+            end_to_end = conditions.scope == "end-to-end"
+            rows += race(
+                ready,
+                conditions,
+                modes,
+                images=paddock.batch(conditions.batch_size),
+                loader=paddock.loader(conditions.batch_size) if end_to_end else None,
+            )
+        elif not rows:
+            print("  measured before", flush=True)
+        self.file.add(rows, self.run)
+        for row in rows:
+            print(f"  {_line(row)}", flush=True)
+
+    def _held(self, entrant: "Entrant", conditions: "Conditions", modes: Sequence[str]) -> bool:
+        from ltm.evaluation.latency import did_not_run
+
+        rows = did_not_run(entrant.method, entrant.ratio, conditions, modes, "")
+        return all(self.file.holds(row, self.environment.device) for row in rows)
+
+    def close(self) -> None:
+        """Write the table, and say where it is."""
+        if self.output is None or not self.file.rows:
+            return
+        (self.output / "table.md").write_text(self.file.markdown(), encoding="utf-8")
+        print(f"\n{self.where_they_are()}", flush=True)
+
+    def where_they_are(self) -> str:
+        if self.output is None:
+            return "nothing was written: give --output"
+        return f"{len(self.file.rows)} rows are in {self.output}/metrics.json and table.md"
+
+
+def _line(row: "Timing") -> str:
+    name = row.method if row.ratio is None else f"{row.method} {row.ratio:g}"
+    start = f"{name:<24} {row.mode:<18}"
+    if row.milliseconds is None or row.quartiles is None:
+        return f"{start} did not run: {row.error}"
+    low, high = row.quartiles
+    text = f"{start} {row.milliseconds:9.3f} ms ({low:.3f}-{high:.3f}) "
+    text += f"{row.images_per_second:9.1f} images/s  {row.verdict}"
+    if row.best_speedup is not None:
+        text += f" ({row.best_speedup:.2f}x against base's best mode)"
+    return text
+
+
+def _listed(name: str, texts: Iterable[str], known: Iterable[str]) -> list[str]:
+    found = split_methods(texts)
+    for text in found:
+        if text not in known:
+            raise ValueError(f"{name}: {text} is not known; choose from {', '.join(known)}")
+    return found
+
+
+def _positive(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}: {text} is no number of images; give whole numbers from 1")
+    return int(text)

@@ -1,0 +1,201 @@
+"""Networks made ready to be compared: converted, with statistics and thresholds set, frozen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ltm.cli.images import load_batches, open_images
+from ltm.cli.models import method_config, num_classes_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ltm.evaluation.latency import Entrant
+
+PUBLISHED_TOME = "tome-reference"
+"""ToMe's published algorithm in plain torch, on plain ViTs: in benchmarks only."""
+
+_SAMPLE = 16
+"""Images on which thresholds and statistics are set."""
+
+_LTMP_NOTE = (
+    "thresholds set on the timed images; batches padded to the longest image, masked when compiled"
+)
+
+
+def check_methods(methods: Sequence[str], ratio: float) -> None:
+    """Refuse what is no method, before anything is made."""
+    for method in methods:
+        method_config(method.replace(PUBLISHED_TOME, "tome", 1), ratio)
+
+
+def base_entrant(model: nn.Module, images: Tensor) -> Entrant:
+    """The untouched network, which all others are measured against."""
+    from ltm.evaluation.cost import measured_gmacs
+    from ltm.evaluation.latency import BASE, Entrant
+
+    return Entrant(method=BASE, model=model, gmacs=measured_gmacs(model, images[:1]))
+
+
+def timed_entrant(
+    model: nn.Module, method: str, ratio: float, images: Tensor, *, training: bool = False
+) -> Entrant:
+    """A copy of the untouched `model`, merging: as it is deployed, or as it is trained.
+
+    LTM gets class statistics of random labels, so that its informative weights cost what they do
+    after training; LTMP's thresholds are set so that it meets the ratio on `images`.
+    """
+    from ltm.evaluation.cost import measured_gmacs
+    from ltm.evaluation.latency import Entrant
+
+    model = copy.deepcopy(model)
+    if method.partition(":")[0] == PUBLISHED_TOME:
+        model, ratio = _published_tome(model, method, ratio)
+        note = "published algorithm in plain torch, fused attention"
+        return Entrant(
+            method=PUBLISHED_TOME,
+            model=model,
+            ratio=ratio,
+            gmacs=measured_gmacs(model, images[:1]),
+            note=note,
+        )
+    config = method_config(method, ratio)
+    prepare_(model, config, images)
+    note = _LTMP_NOTE if config.name == "ltmp" else ""
+    gmacs = measured_gmacs(model, images[: 8 if note else 1])
+    if not training:
+        from ltm.api import freeze_
+
+        freeze_(model)
+    return Entrant(method=method, model=model, ratio=config.ratio, gmacs=gmacs, note=note)
+
+
+def prepare_(model: nn.Module, config: object, images: Tensor) -> None:
+    """Convert, and give the method what it would have learned from data."""
+    import torch
+
+    from ltm.api import collect_statistics_, merge_tokens_, mergers
+    from ltm.methods import LTMP, MethodConfig
+
+    assert isinstance(config, MethodConfig)
+    merge_tokens_(model, config, (images.shape[-2], images.shape[-1]))
+    if isinstance(config, LTMP):
+        set_ltmp_thresholds_(model, images)
+    elif any(getattr(merger, "informative", None) is not None for _, merger in mergers(model)):
+        labels = torch.arange(len(images[:_SAMPLE])) % num_classes_of(model)
+        collect_statistics_(model, [(images[:_SAMPLE], labels)])
+
+
+def set_ltmp_thresholds_(model: nn.Module, images: Tensor) -> None:
+    """Meet LTMP's ratio, as a mean, on a few unlabelled images."""
+    from ltm.api import conversion_of
+    from ltm.training.budget import set_thresholds_
+
+    ratio = conversion_of(model).config.ratio
+    if ratio is not None and ratio < 1:
+        set_thresholds_(model, images[:_SAMPLE], tolerance=0.02)
+
+
+def _published_tome(model: nn.Module, method: str, ratio: float) -> tuple[nn.Module, float]:
+    """As many tokens leave in each block as with our ToMe at the same ratio."""
+    from ltm.api import merge_tokens_, token_counts, unmerge_tokens_
+    from ltm.evaluation.reference_tome import ReferenceToMe
+    from ltm.methods import ToMe
+
+    config = method_config(method.replace(PUBLISHED_TOME, ToMe.name, 1), ratio)
+    report = merge_tokens_(model, config)
+    counts = [report.sites[0].num_in, *token_counts(model)]
+    unmerge_tokens_(model)
+    pairs = pairwise(count for count in counts if isinstance(count, int))
+    leaving = [before - after for before, after in pairs]
+    return ReferenceToMe(model, leaving), config.ratio or ratio
+
+
+class Images:
+    """Real images to run on."""
+
+    def __init__(self, source: str, split: str, workers: int) -> None:
+        self.source, self.split, self.workers = source, split, workers
+        self.number = len(open_images(source, split))
+
+    def loader(self, model: nn.Module, batch_size: int, batches: int) -> Any:
+        """At most so many full batches, to be gone through again and again."""
+        whole = min(batches, self.number // batch_size) * batch_size
+        if whole == 0:
+            raise ValueError(f"{self.source} has {self.number} images, fewer than {batch_size}")
+        return load_batches(
+            open_images(self.source, self.split, whole),
+            self.source,
+            model,
+            batch_size=batch_size,
+            workers=self.workers,
+            labelled=False,
+        )
+
+
+class Paddock:
+    """One model's entrants, each made when it is first needed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        methods: Sequence[str],
+        ratio: float,
+        device: Any,
+        images: Images | None,
+    ) -> None:
+        from ltm.api import image_size_of, is_merging
+
+        self.model, self.ratio, self.images = model.to(device), ratio, images
+        self.saved = is_merging(model)
+        self.methods = ["saved"] if self.saved else list(methods)
+        self.image_size = image_size_of(model)
+        self._made: dict[tuple[str, bool], Entrant | ValueError] = {}
+
+    def entrant(self, method: str, *, training: bool) -> Entrant:
+        """An entrant; one that cannot be made raises the same ValueError each time."""
+        key = method, training
+        if key not in self._made:
+            try:
+                self._made[key] = self._make(method, training)
+            except ValueError as error:
+                self._made[key] = error
+        made = self._made[key]
+        if isinstance(made, ValueError):
+            raise made
+        return made
+
+    def _make(self, method: str, training: bool) -> Entrant:
+        from ltm.api import unmerge_tokens_
+        from ltm.evaluation.cost import measured_gmacs
+        from ltm.evaluation.latency import BASE, Entrant
+
+        images = self.batch(_SAMPLE).to(next(self.model.parameters()).device)
+        if self.saved and method == BASE:
+            base = copy.deepcopy(self.model)
+            unmerge_tokens_(base)
+            return base_entrant(base, images)
+        if method == BASE:
+            return base_entrant(self.model, images)
+        if self.saved:
+            gmacs = measured_gmacs(self.model, images)
+            return Entrant(method=method, model=self.model, gmacs=gmacs)
+        return timed_entrant(self.model, method, self.ratio, images, training=training)
+
+    def batch(self, batch_size: int) -> Tensor:
+        """Images to run on: real ones, repeated where there are too few, or noise."""
+        import torch
+
+        if self.images is None:
+            generator = torch.Generator().manual_seed(0)
+            return torch.randn(batch_size, 3, *self.image_size, generator=generator)
+        few = min(batch_size, 64, self.images.number)
+        found = next(iter(self.images.loader(self.model, few, 1)))[0]
+        return found.repeat(-(-batch_size // few), 1, 1, 1)[:batch_size]
+
+    def loader(self, batch_size: int, batches: int = 4) -> Any:
+        assert self.images is not None
+        return self.images.loader(self.model, batch_size, batches)

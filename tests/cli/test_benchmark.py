@@ -1,0 +1,175 @@
+"""`ltm benchmark` on a network too small to matter: rows, resuming, and its manners."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ltm
+from ltm.cli import main
+from ltm.cli.benchmark import Results
+from ltm.cli.models import load_model
+from ltm.evaluation import latency
+
+SMALL = ["--model-args", "depth=3", "embed_dim=24", "num_heads=2", "num_classes=4"]
+QUICK = ["--models", "test_vit", "--image-size", "96", "--rounds", "2", "--warmup", "1", *SMALL]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a turn, however short."""
+    monkeypatch.setattr(latency, "interleaved", partial(latency.interleaved, least_seconds=0))
+
+
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    return json.loads((output / "metrics.json").read_text())["rows"]
+
+
+def test_all_methods_race_the_untouched_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = ["tome", "tofu", "ltmp", "ltm", "ltm-static", "tome-reference", "ltm:ratio=0.9"]
+    options = ["--methods", ",".join(methods), "--ratio", "0.85", "--batch-sizes", "1,3"]
+    assert main(["benchmark", *QUICK, *options, "--output", str(tmp_path)]) == 0
+    rows = rows_of(tmp_path)
+    for batch_size in (1, 3):
+        found = [row for row in rows if row["batch_size"] == batch_size]
+        assert [row["method"] for row in found] == ["base", *methods]
+        assert all(row["milliseconds"] > 0 and row["verdict"] for row in found)
+        base = found[0]
+        assert base["speedup"] == 1
+        for row in found[1:]:
+            ratio = 0.9 if row["method"] == "ltm:ratio=0.9" else 0.85
+            assert row["ratio"] == ratio
+            assert row["gmacs"] <= (ratio + 0.021) * base["gmacs"]
+    text = capsys.readouterr().out
+    assert f"{len(rows)} rows are in" in text
+    assert "images/s" in text
+    table = (tmp_path / "table.md").read_text()
+    assert "### test_vit at 96x96, fp32, model" in table
+    assert "tome-reference 0.85" in table
+    assert "padded to the longest image" in table
+
+
+def test_a_grid_is_gathered_over_several_runs_each_with_its_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def go(*options: str) -> int:
+        args = ["benchmark", *QUICK, "--ratio", "0.85", "--output", str(tmp_path), *options]
+        return main(args)
+
+    assert go("--methods", "tome", "--batch-sizes", "2") == 0
+    assert go("--methods", "tome", "--batch-sizes", "2") == 2
+    assert "use --overwrite" in capsys.readouterr().err
+    assert go("--methods", "tome,tofu", "--batch-sizes", "2,3", "--resume") == 0
+    assert [(row["run"], row["batch_size"], row["method"]) for row in rows_of(tmp_path)] == [
+        (1, 2, "base"),
+        (1, 2, "tome"),
+        (2, 2, "base"),
+        (2, 2, "tofu"),
+        (2, 3, "base"),
+        (2, 3, "tome"),
+        (2, 3, "tofu"),
+    ]
+    capsys.readouterr()
+    assert go("--methods", "tome,tofu", "--batch-sizes", "2,3", "--resume") == 0
+    assert capsys.readouterr().out.count("measured before") == 2
+    assert len(rows_of(tmp_path)) == 7
+    assert go("--methods", "tome", "--batch-sizes", "1", "--overwrite") == 0
+    assert len(rows_of(tmp_path)) == 2
+
+
+def test_scopes_and_what_cannot_run(tmp_path: Path) -> None:
+    options = ["--methods", "tome,ltm", "--ratio", "0.85", "--batch-sizes", "2"]
+    options += ["--scopes", "end-to-end", "training", "--modes", "eager,cudagraph"]
+    options += ["--data", "shapes:classes=4,size=32,val_images=9", "--workers", "0"]
+    assert main(["benchmark", *QUICK, *options, "--output", str(tmp_path)]) == 0
+    rows = rows_of(tmp_path)
+    assert {(row["scope"], row["mode"]) for row in rows} == {
+        (scope, mode) for scope in ("end-to-end", "training") for mode in ("eager", "cudagraph")
+    }
+    for row in rows:
+        if row["mode"] == "eager":
+            assert row["milliseconds"] > 0
+        else:
+            assert row["error"]
+            assert row["verdict"] == "did not run"
+
+
+def test_a_method_that_cannot_be_made_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
+    options = ["--methods", "tome,ltm", "--ratio", "0.66", "--batch-sizes", "1"]
+    assert main(["benchmark", *QUICK, *options, "--output", str(tmp_path)]) == 0
+    by_name = {row["method"]: row for row in rows_of(tmp_path)}
+    assert "cannot go below" in by_name["ltm"]["error"]
+    assert by_name["tome"]["milliseconds"] > 0
+
+
+def test_a_saved_run_races_itself_without_merging(tmp_path: Path) -> None:
+    model = load_model("test_vit", untrained=True)
+    ltm.merge_tokens_(model, ltm.ToMe(ratio=0.8))
+    ltm.save(model, tmp_path / "run")
+    args = ["benchmark", "--run", str(tmp_path / "run"), "--rounds", "2", "--batch-sizes", "1"]
+    assert main([*args, "--output", str(tmp_path / "out")]) == 0
+    base, saved = rows_of(tmp_path / "out")
+    assert (base["method"], saved["method"]) == ("base", "saved")
+    assert saved["gmacs"] < 0.81 * base["gmacs"]
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    races = []
+    race = Results.race
+
+    def interrupted(self: Results, *args: Any) -> None:
+        races.append(args)
+        if len(races) == 2:
+            raise KeyboardInterrupt
+        race(self, *args)
+
+    monkeypatch.setattr(Results, "race", interrupted)
+    args = ["benchmark", *QUICK, "--methods", "tome", "--ratio", "0.85", "--output", str(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    assert stop.value.code == 130
+    assert "interrupted; 2 rows are in" in capsys.readouterr().out
+    assert len(rows_of(tmp_path)) == 2
+    assert (tmp_path / "table.md").is_file()
+
+
+def test_no_race_starts_after_the_time_is_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["benchmark", *QUICK, "--methods", "tome", "--minutes", "0", "--output", str(tmp_path)]
+    assert main(args) == 0
+    assert "--resume does the rest" in capsys.readouterr().out
+    assert not (tmp_path / "metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--models", "test_vot"], "model test_vot is not known to timm"),
+        (["--methods", "tomee"], "method tomee is not known"),
+        (["--modes", "warp"], "modes: warp is not known; choose from eager, compiled"),
+        (["--dtypes", "int3"], "dtypes: int3 is not known"),
+        (["--batch-sizes", "1,zero"], "batch_sizes: zero is no number of images"),
+        (["--scopes", "end-to-end"], "needs images: give --data"),
+        (["--data", "nowhere", "--scopes", "end-to-end"], "no data at nowhere"),
+        (["--weights", "nowhere.pth"], "nowhere.pth: there is no such file"),
+        (["--output", "/proc/ltm"], "/proc/ltm cannot be written to"),
+        (["--rounds", "0"], "rounds is 0"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_2(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    assert main(["benchmark", *QUICK, *options]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.startswith("ltm benchmark: ")
+    assert error.count("\n") == 1
