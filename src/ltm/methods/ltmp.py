@@ -11,7 +11,7 @@ Letters: b images, t tokens with their prefix, d features of the metric.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -99,6 +99,10 @@ class LTMPMerger(Merger):
         self.prune_threshold = nn.Parameter(torch.tensor(float(config.prune_threshold)))
         self.kept: Float[Tensor, ""] | None = None
         """Mean share of the patches that the last training forward kept; it carries gradient."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A part of a graph can be neither copied nor pickled.
+        return {**self.__dict__, "kept": None}
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         if tokens.is_meta:

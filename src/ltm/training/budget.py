@@ -135,6 +135,7 @@ def set_thresholds_(
     images: Tensor,
     target: float | None = None,
     *,
+    share: MacShare | None = None,
     tolerance: float = 0.005,
     steps: int = 20,
     batch_size: int = 32,
@@ -144,10 +145,11 @@ def set_thresholds_(
     `images` are a few unlabelled, normalised inputs; `target` is the config's ratio unless given.
     Returns the share that was measured, which is within `tolerance` of the target.
     """
+    moved = thresholds(model)
     target = conversion_of(model).config.ratio if target is None else target
     if target is None:
         raise ValueError("target: the model was converted without a ratio; give one")
-    share, moved = mac_share(model), thresholds(model)
+    share = mac_share(model) if share is None else share
     start = [(float(m.merge_threshold), float(m.prune_threshold)) for m in moved]
 
     def share_at(strength: float) -> float:

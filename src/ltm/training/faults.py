@@ -21,13 +21,16 @@ def find_non_finite(model: nn.Module, images: Tensor) -> str:
     """Name what first gives values that are not finite, by running the batch once more."""
     if not _finite(images):
         return "the images themselves are not finite"
-    for name, parameter in model.named_parameters():
-        if not _finite(parameter):
-            return f"the weights of {_name(model, name.rpartition('.')[0])} are not finite"
+    weights = next((n for n, p in model.named_parameters() if not _finite(p)), None)
+    if weights is not None:
+        return f"the weights {_name(model, weights)} are not finite"
     culprit = _first_culprit(model, images)
     if culprit is not None:
         return f"{_name(model, culprit)} gives the first values that are not finite"
-    return "the network's output is finite again, so the loss itself overflowed"
+    gradient = next((n for n, p in model.named_parameters() if not _finite(p.grad)), None)
+    if gradient is not None:
+        return f"the gradient of {_name(model, gradient)} is the first that is not finite"
+    return "the network's output and gradients are finite, so the loss itself overflowed"
 
 
 def _first_culprit(model: nn.Module, images: Tensor) -> str | None:
@@ -51,10 +54,10 @@ def _first_culprit(model: nn.Module, images: Tensor) -> str | None:
 
 
 def _name(model: nn.Module, path: str) -> str:
-    """A module's path, and which merging site it belongs to."""
-    parts = path.split(".")
+    """The path of a module or parameter, and which merging site it belongs to."""
+    modules, parts = dict(model.named_modules()), path.split(".")
     for end in range(len(parts), 0, -1):
-        module = model.get_submodule(".".join(parts[:end]))
+        module = modules.get(".".join(parts[:end]))
         merger = module if isinstance(module, Merger) else getattr(module, "merger", None)
         if isinstance(merger, Merger):
             return f"{path} (at the site of block {merger.site.block})"

@@ -16,6 +16,7 @@ import torch
 from lightning.fabric import Fabric
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ltm.api import is_merging, merging_off, report
 from ltm.data.loading import Batch, Loader
@@ -47,8 +48,8 @@ from ltm.training.totals import Clock, Totals
 from ltm.training.tuning import annealed_noise, set_noise_, train_mode_
 from ltm.training.validation import Evaluation, evaluate
 
-CHECK_EVERY = 20
-"""Steps between looks at the loss, which make the processor wait for a GPU."""
+SHOW_EVERY = 20
+"""Steps between new numbers beside the bar."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,8 +179,6 @@ class Trainer:
                 if watch:
                     observe_(losses.records, labels)
                 totals.add(losses, labels)
-                if (step + 1) % CHECK_EVERY == 0 or step + 1 == len(loader):
-                    self._check(totals, images, epoch, step)
                 self._show(shown, totals, len(images), step)
         return totals.over_processes(self.fabric)
 
@@ -197,40 +196,45 @@ class Trainer:
             losses = self.objective(self.forward, images, targets, merging=merging, watch=watch)
             self.fabric.backward(losses.total / num_together)
         if last:
-            self._update()
+            self._update(losses.total, images, f"epoch {epoch + 1}, step {step + 1}")
         return losses
 
-    def _update(self) -> None:
+    def _update(self, loss: Tensor, images: Tensor, when: str) -> None:
         self.lr.set(self.updates)
-        if self.settings.optim.clip:
-            self.fabric.clip_gradients(
-                self.forward,
-                self.optimizer,
-                max_norm=self.settings.optim.clip,
-                error_if_nonfinite=False,
-            )
+        norm = self.fabric.clip_gradients(
+            self.forward,
+            self.optimizer,
+            max_norm=self.settings.optim.clip or torch.inf,
+            error_if_nonfinite=False,
+        )
+        if not self._is_finite(loss, norm):
+            self._stop(images, when)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
         if self.average is not None:
             self.average.update(self.model, self.updates)
 
-    def _check(self, totals: Totals, images: Tensor, epoch: int, step: int) -> None:
-        """Stop all processes where the loss of any is not finite."""
-        finite = total_over_processes(totals.loss, self.fabric).isfinite()
-        if bool(finite):
-            return
+    def _is_finite(self, loss: Tensor, norm: Any) -> bool:
+        """Whether all processes may update; the norm of the gradient is one for all of them."""
+        if self.settings.run.precision == "16":
+            # Gradients may overflow: the scaler then leaves an update out.
+            return bool(total_over_processes(loss.detach(), self.fabric).isfinite())
+        return bool((norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite())
+
+    def _stop(self, images: Tensor, when: str) -> None:
+        """Stop before any weight moves, and say where it comes from. All processes come here."""
         if self.fabric.world_size > 1:
             self.model.eval()  # In training, layers may wait for other processes.
         with self.fabric.autocast():
             place = find_non_finite(self.model, images)
         raise NonFiniteLossError(
-            f"the loss is not finite in epoch {epoch + 1}, by step {step + 1}: {place}; "
+            f"the loss or its gradient is not finite in {when}: {place}; "
             "try a smaller lr, clip=1, or precision=32"
         )
 
     def _show(self, shown: Bar, totals: Totals, num_images: int, step: int) -> None:
-        looks = step == 0 or (step + 1) % CHECK_EVERY == 0
+        looks = step == 0 or (step + 1) % SHOW_EVERY == 0
         shown.step(num_images, f"{totals.text()}  {self.remark}" if looks else None)
 
     def _row(

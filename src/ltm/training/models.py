@@ -1,6 +1,7 @@
 """From settings to a network that can train: made, loaded, given the data's classes, converted."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def _continue_from(
     folder: Path, settings: Settings, method: MethodConfig | None, num_classes: int
 ) -> nn.Module:
     """Load a token-merging model, its ratio and classes changed where they differ."""
-    model = load(folder)
+    model = load(folder, _host_of(folder, settings))
     done = conversion_of(model)
     if method is None or done.config.name != method.name:
         raise ValueError(
@@ -165,6 +166,21 @@ def _continue_from(
         reset: Any = model
         reset.reset_classifier(num_classes)
     return model
+
+
+def _host_of(folder: Path, settings: Settings) -> nn.Module | None:
+    """The untouched network of a saved one; None where it was made without arguments."""
+    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    name = settings.model.name.partition(".")[0]
+    if saved["architecture"] != name:
+        raise ValueError(
+            f"{folder} holds a {saved['architecture']}, but model is {name}; "
+            f"use model={saved['architecture']}"
+        )
+    if not settings.model.model_args:
+        return None
+    untouched = replace(settings, model=replace(settings.model, pretrained=False))
+    return make_timm_model(untouched, saved["num_classes"])
 
 
 def save_plain(model: nn.Module, folder: Path) -> None:

@@ -54,7 +54,7 @@ def parameter_groups(model: nn.Module, settings: OptimSettings, lr: float) -> li
         decays = parameter.ndim > 1 and name not in spared and not in_merger(name)
         key = (own_lr, settings.weight_decay if decays else 0.0)
         group = groups.setdefault(
-            key, {"params": [], "lr": own_lr, "lr_scale": own_lr / lr, "weight_decay": key[1]}
+            key, {"params": [], "lr_scale": own_lr / lr, "weight_decay": key[1]}
         )
         group["params"].append(parameter)
     return list(groups.values())
@@ -76,6 +76,7 @@ class LearningRate:
     def __init__(
         self, optimizer: Optimizer, settings: OptimSettings, updates_per_epoch: int, lr: float
     ) -> None:
+        self._optimizer, self._lr = optimizer, lr
         self._schedule: Scheduler | None = None
         if settings.schedule == "cosine":
             self._schedule, _ = create_scheduler_v2(
@@ -93,6 +94,9 @@ class LearningRate:
         """Set the learning rate of the update that comes after so many."""
         if self._schedule is not None:
             self._schedule.step_update(num_updates)
+            return
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr * group["lr_scale"]
 
 
 class AveragedWeights:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from ltm.adapters.base import MergingMixin
 from ltm.training.config import RunSettings
+
+T = TypeVar("T")
 
 _PRECISIONS: dict[str, Any] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
@@ -51,9 +53,9 @@ def _strategy(settings: RunSettings, num_processes: int) -> Any:
 
 
 def shard_(model: nn.Module, mesh: Any) -> nn.Module:
-    """Shard a network block by block (FSDP2)."""
-    for module in model.modules():
-        if isinstance(module, MergingMixin) or type(module).__name__ == "Block":
+    """Shard a network block by block (FSDP2), inner blocks first."""
+    for module in reversed(list(model.modules())):
+        if isinstance(module, MergingMixin) or type(module).__name__.endswith("Block"):
             fully_shard(module, mesh=mesh["data_parallel"])
     fully_shard(model, mesh=mesh["data_parallel"])
     return model
@@ -85,6 +87,25 @@ def total_over_processes(values: torch.Tensor, fabric: Fabric) -> torch.Tensor:
     reduced = fabric.all_reduce(values, reduce_op="sum")
     assert isinstance(reduced, torch.Tensor)
     return reduced
+
+
+def in_step(batches: Sequence[T] | Any, fabric: Fabric) -> Iterator[tuple[T, bool]]:
+    """Batches, and whether each counts.
+
+    Processes may have different numbers of them; where the network is sharded, which takes all
+    processes to run, those that are done run a batch again, which does not count.
+    """
+    if not isinstance(fabric.strategy, ModelParallelStrategy):
+        yield from ((batch, True) for batch in batches)
+        return
+    count = torch.tensor(len(batches), device=fabric.device)
+    most = int(fabric.all_reduce(count, reduce_op="max"))  # type: ignore[arg-type]
+    batch = None
+    for batch in batches:
+        yield batch, True
+    for _ in range(most - int(count)):
+        if batch is not None:
+            yield batch, False
 
 
 @contextmanager

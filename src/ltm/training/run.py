@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +75,8 @@ def train(
         console = Console(quiet=True)
     splits = splits or open_splits(settings.data)
     torch.manual_seed(settings.run.seed)
+    if model is not None and settings.run.strategy == "fsdp":
+        raise ValueError("strategy is fsdp, which needs a model made by the run; use ddp")
     if model is None:
         model = build_model(settings, splits.train.num_classes)
     else:
@@ -158,7 +159,7 @@ def _flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 def _loaders(fabric: Fabric, settings: Settings, model: nn.Module, splits: Splits) -> Loaders:
     spec: ImageSpec = image_spec(settings.data, model)
     if is_merging(model):
-        spec = dataclasses.replace(spec, size=conversion_of(model).image_size)
+        spec = replace(spec, size=conversion_of(model).image_size)
     place: dict[str, Any] = {
         "device": fabric.device,
         "rank": fabric.global_rank,
@@ -219,15 +220,14 @@ def _finish(
     trainer: Trainer, checkpoints: Checkpoints, log: RunLog, output: Path
 ) -> TrainingResult:
     """Keep the best network (LTMP: the last, its thresholds set), and write the numbers down."""
-    model, fabric = trainer.evaluated, trainer.fabric
-    thresholded = is_merging(model) and conversion_of(model).config.name == "ltmp"
-    best = checkpoints.best() if trainer.settings.run.strategy != "fsdp" else None
-    last = log.rows[-1]
-    if best is not None and not thresholded and best.epoch != last.epoch:
-        name = "ema" if best.has("ema") else "weights"
-        model.load_state_dict(best.weights(name))
+    fabric, last = trainer.fabric, log.rows[-1]
+    thresholded = trainer.settings.merge.method == "ltmp"
+    best = checkpoints.latest() if thresholded else checkpoints.best() or checkpoints.latest()
+    assert best is not None, "every epoch left a checkpoint"
+    model = _whole(trainer)
+    model.load_state_dict(best.weights("ema" if best.has("ema") else "weights"))
     model = without_lora(model).eval()
-    kept = log.rows[best.epoch - 1] if best is not None and not thresholded else last
+    kept = log.rows[best.epoch - 1]
     metrics: dict[str, Any] = {
         "model": trainer.settings.model.name,
         "method": trainer.settings.merge.method,
@@ -254,6 +254,16 @@ def _finish(
         f"top-1 {100 * metrics['top1']:.2f} after epoch {metrics['epoch']}; {output / 'model'}"
     )
     return TrainingResult(folder=output, metrics=metrics, history=log.history, model=model)
+
+
+def _whole(trainer: Trainer) -> nn.Module:
+    """The network that counts; a sharded one is made again."""
+    settings = trainer.settings
+    if settings.run.strategy != "fsdp":
+        return trainer.evaluated
+    untouched = replace(settings.model, pretrained=False, weights=None)
+    model = build_model(replace(settings, model=untouched), trainer.loaders.num_classes)
+    return trainer.fabric.to_device(model)
 
 
 def _meet_budget(trainer: Trainer, model: nn.Module) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ltm.core.clustering import image_features
 from ltm.core.cost import evaluating
 from ltm.data.loading import Batch
 from ltm.methods.base import token_size
-from ltm.training.processes import total_over_processes
+from ltm.training.processes import in_step, total_over_processes
 
 BOTTLENECK_IMAGES = 2000
 """Images, of the first process, on which the bottleneck is measured while training."""
@@ -43,12 +43,14 @@ def evaluate(
     watches = is_merging(model) and fabric.is_global_zero
     features = _Features(num_classes)
     with evaluating(model):
-        for images, labels in batches:
+        for (images, labels), counts in in_step(batches, fabric):
             with ExitStack() as stack:
                 stack.enter_context(fabric.autocast())
                 watch = watches and features.wanted
                 records = stack.enter_context(watching(model)) if watch else []
                 logits = model(images).float()
+            if not counts:
+                continue
             features.add(records, images, labels)
             loss = F.cross_entropy(logits, labels, reduction="sum")
             correct = (logits.argmax(dim=1) == labels).sum()

@@ -39,7 +39,7 @@ class InformativeStep(nn.Module):
         # -log Q(a | y), transposed: soft labels times this are the costs psi.
         self.register_buffer("costs", torch.zeros(num_classes, num_classes))
         standardised = config.step == "standardised"
-        self.gain = nn.Parameter(torch.tensor(float(config.gain))) if standardised else None
+        self.gain = nn.Parameter(torch.full((1,), config.gain)) if standardised else None
         self.mlp = nn.Linear(width, width) if config.mlp else None
         if self.mlp is not None:
             nn.init.zeros_(self.mlp.weight)

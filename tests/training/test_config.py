@@ -1,0 +1,112 @@
+"""One typed source for YAML and the command line, and the recipes written in it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+import yaml
+
+from ltm.training.config import Settings, from_mapping, read_settings, to_yaml
+from ltm.training.recipes import BACKBONES, FINETUNE, SCRATCH, find_recipe, recipe_of
+from ltm.training.values import named_values
+
+RECIPES = {f"train {k}": v for k, v in SCRATCH.items()} | {
+    f"finetune {k}": v for k, v in FINETUNE.items()
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_survive_yaml_and_name_what_exists(name: str, tmp_path: Path) -> None:
+    import timm
+
+    from ltm.training.models import method_config
+
+    settings = RECIPES[name]
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(settings))
+    assert read_settings(path) == settings
+    assert timm.is_model(settings.model.name)
+    method = method_config(settings.merge)
+    assert method is not None
+    assert method.ratio == 0.7
+    assert (settings.tune.trainable == "mergers") == name.startswith("finetune")
+
+
+def test_every_backbone_of_the_paper_has_both_recipes() -> None:
+    assert set(BACKBONES) <= set(SCRATCH)
+    assert set(BACKBONES) <= set(FINETUNE)
+    assert recipe_of("vit_small_patch16_224") == "vit_small"
+    assert recipe_of("efficientvit_b1") == "efficientvit_b1_r224"
+    assert recipe_of("vit_tiny_patch16_224") == "general"
+    with pytest.raises(ValueError, match="no recipe is named vit_smal: did you mean vit_small"):
+        find_recipe("vit_smal", SCRATCH)
+
+
+def test_command_line_and_yaml_say_the_same() -> None:
+    args = "--model swin_tiny --data shapes --epochs 7 --lr 2e-3 --augment.mixup 0.1 --ratio 0.6"
+    args += " --method-options support=learned beta=5 --unfreeze head.* --pretrained"
+    parsed = tyro.cli(Settings, args=args.split())
+    text = """
+    model: {name: swin_tiny, pretrained: true}
+    merge: {ratio: 0.6, method_options: [support=learned, beta=5]}
+    data: {source: shapes}
+    augment: {mixup: 0.1}
+    optim: {epochs: 7, lr: 2e-3}
+    tune: {unfreeze: [head.*]}
+    """
+    assert from_mapping(yaml.safe_load(text)) == parsed
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optm": {}}, "optm is no setting; did you mean optim?"),
+        ({"optim": {"epoch": 3}}, "optim.epoch is no setting; did you mean epochs?"),
+        ({"optim": {"epochs": "many"}}, "optim.epochs is 'many', but must be a whole number"),
+        ({"optim": {"epochs": 2.5}}, "optim.epochs is 2.5, but must be a whole number"),
+        ({"optim": {"epochs": True}}, "optim.epochs is True, but must be of type int"),
+        ({"merge": {"method": "tomme"}}, "merge.method is 'tomme'; choose from ltm, ltmp"),
+        ({"model": 3}, "model is 3, but must be a group of settings"),
+        ({"augment": {"scale": [1.0]}}, "augment.scale has 1 values, but must have 2"),
+        ({"run": {"sync_batchnorm": "yes"}}, "run.sync_batchnorm is 'yes', but must be of type"),
+        ({"optim": {"epochs": 0}}, "epochs is 0, but must be at least 1"),
+        ({"optim": {"lr": 0}}, "lr is 0.0, but must be positive"),
+        ({"optim": {"ema": 1}}, "ema is 1.0, but must be at least 0 and below 1"),
+        ({"data": {"batch_size": 3}}, "batch_size is 3, but mixup and cutmix need an even number"),
+        ({"model": {"model_args": ["depth"]}}, "model_args: 'depth' must be written name=value"),
+        ({"run": {"strategy": "fsdp"}, "optim": {"ema": 0.9}}, "ema needs whole copies"),
+    ],
+)
+def test_wrong_settings_are_one_sentence(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message.replace("?", r"\?").replace("*", r"\*")):
+        from_mapping(values)
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "just words", "- a\n- b"])
+def test_a_file_that_holds_no_settings_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=str(path)):
+        read_settings(path)
+
+
+def test_words_become_values() -> None:
+    words = ("depth=4", "window=(4,4)", "act=gelu", "flag=true", "rate=1.0e-3", "none=null")
+    values = {"depth": 4, "window": [4, 4], "act": "gelu", "flag": True, "rate": 1e-3, "none": None}
+    assert named_values("model_args", words) == values
+
+
+def test_settings_are_light_to_import() -> None:
+    code = "import sys, ltm.training.recipes; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == 0
+
+
+def test_clean_labels_decide_where_statistics_come_from(tiny: Callable[..., Settings]) -> None:
+    assert tiny().statistics_from_epoch
+    assert not tiny(augment={"mixup": 0.8}).statistics_from_epoch
+    assert tiny(augment={"mixup": 0.8}, merge={"statistics": "epoch"}).statistics_from_epoch

@@ -1,0 +1,110 @@
+"""Runs in processes of their own: killed and resumed, and two that share the work."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from ltm.training.checkpoint import Checkpoint, Checkpoints
+from ltm.training.config import Settings
+from ltm.training.run import train
+
+PROCESS = str(Path(__file__).with_name("process.py"))
+
+Tiny = Callable[..., Settings]
+TinyFile = Callable[..., Path]
+
+
+def last(folder: Path) -> Checkpoint:
+    found = Checkpoints(folder / "checkpoints").latest()
+    assert found is not None
+    return found
+
+
+def test_killed_and_resumed_is_as_never_interrupted(
+    tiny: Tiny, tiny_file: TinyFile, tmp_path: Path, quiet: Console
+) -> None:
+    """Bit for bit, with everything random: noise, dropout, augmentation, mixup, averages."""
+    groups: dict[str, Any] = {
+        "model": {"drop_path": 0.1},
+        "merge": {"warm_epochs": 1, "statistics": "epoch"},
+        "augment": {"mixup": 0.4, "erase": 0.3, "auto_augment": "rand-m5"},
+        "optim": {"epochs": 3, "ema": 0.9, "lr_warmup_epochs": 0.5, "accumulate": 2},
+    }
+    command = [sys.executable, PROCESS, str(tiny_file(**groups)), str(tmp_path / "run")]
+    killed = subprocess.run([*command, "--die", "2", "1"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert last(tmp_path / "run").epoch == 2
+    train(tiny(**groups), tmp_path / "run", resume="auto", console=quiet)
+    train(tiny(**groups), tmp_path / "whole", console=quiet)
+    resumed, whole = last(tmp_path / "run"), last(tmp_path / "whole")
+    assert resumed.epoch == whole.epoch == 3
+    for name in ("weights", "ema"):
+        ours, theirs = resumed.weights(name), whole.weights(name)
+        assert ours.keys() == theirs.keys()
+        assert [key for key in ours if not ours[key].equal(theirs[key])] == []
+    drop = ("seconds", "per_second")
+    for mine, other in zip(resumed.history, whole.history, strict=True):
+        assert {k: v for k, v in mine.items() if not k.endswith(drop)} == {
+            k: v for k, v in other.items() if not k.endswith(drop)
+        }
+
+
+def run_together(settings: Path, output: Path, count: int = 2) -> None:
+    """Start processes the way torchrun does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "test",
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, PROCESS, str(settings), str(output)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
+    assert [process.wait(timeout=300) for process in started] == [0] * count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_are_one_with_the_doubled_batch(
+    tiny: Tiny, tiny_file: TinyFile, tmp_path: Path, quiet: Console, strategy: str
+) -> None:
+    groups: dict[str, Any] = {
+        "merge": {"warm_epochs": 1, "noise": 0.0},
+        "augment": {"scale": [1, 1], "ratio": [1, 1], "hflip": 0},
+        "optim": {"epochs": 3, "clip": 1.0},
+    }
+    settings = tiny_file(**groups, run={"device": "cpu", "strategy": strategy})
+    run_together(settings, tmp_path / "two")
+    train(tiny(**groups, data={"batch_size": 24}), tmp_path / "one", console=quiet)
+    two, one = last(tmp_path / "two"), last(tmp_path / "one")
+    for mine, other in zip(two.history, one.history, strict=True):
+        for name in ("train_loss", "val_loss"):
+            assert mine[name] == pytest.approx(other[name], abs=1e-4)
+        assert mine["train_top1"] == pytest.approx(other["train_top1"], abs=1e-6)
+    ours, theirs = two.weights(), one.weights()
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        tolerance = 1e-4 if "informative" in name else 1e-3
+        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=name)
+    statistics = [name for name in theirs if name.endswith("centroids")]
+    assert statistics
+    assert all(theirs[name].any() for name in statistics)

@@ -1,0 +1,230 @@
+"""Whole runs, of seconds: what they leave behind, and what they refuse."""
+
+import csv
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import ltm
+from ltm.api import conversion_of, is_merging, mergers, merging_off
+from ltm.data.classification import open_splits
+from ltm.data.loading import evaluation_loader
+from ltm.data.transforms import image_spec
+from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning
+from ltm.training.config import Settings, read_settings
+from ltm.training.faults import NonFiniteLossError, find_non_finite
+from ltm.training.loop import Trainer
+from ltm.training.models import build_model, load_weights_, save_plain
+from ltm.training.run import train
+
+Tiny = Callable[..., Settings]
+
+
+def top1(model: nn.Module, settings: Settings) -> float:
+    val = open_splits(settings.data).val
+    loader = evaluation_loader(val, image_spec(settings.data, model), settings.data)
+    with torch.no_grad():
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in loader)
+    return right / len(val)
+
+
+def read_log(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(StringIO((folder / "log.csv").read_text())))
+
+
+def weights(folder: Path, epoch: int) -> dict[str, torch.Tensor]:
+    found = Checkpoints(folder / "checkpoints").latest()
+    assert found is not None
+    assert found.epoch == epoch
+    return found.weights()
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not first[name].equal(second[name])] == []
+
+
+def test_a_run_leaves_all_that_it_promises(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:
+    settings = tiny(merge={"warm_epochs": 1}, optim={"epochs": 3})
+    result = train(settings, tmp_path / "run", console=quiet)
+    folder = result.folder
+    assert read_settings(folder / "config.yaml") == settings
+    rows = read_log(folder)
+    assert [row["merging"] for row in rows] == ["False", "True", "True"]
+    assert [float(row["noise"]) for row in rows] == [0.0, 1.0, 0.0]
+    assert rows[0]["ib_loss"] == ""
+    assert float(rows[2]["ib_loss"]) <= float(rows[2]["ib_bound"]) + 2.0
+    assert rows[2]["tokens"] == "12 9"
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").iterdir())
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics == result.metrics
+    assert metrics["epoch"] > 1  # the warm-up epoch does not count as the best
+    loaded = ltm.load(folder / "model", model=_host(settings))
+    assert top1(loaded, settings) == pytest.approx(metrics["top1"])
+    assert all(merger.active for _, merger in mergers(loaded))
+    assert json.loads((folder / "model" / "config.json").read_text())["token_merging"]
+
+
+def _host(settings: Settings) -> nn.Module:
+    from ltm.training.models import make_timm_model
+
+    return make_timm_model(settings, 3)
+
+
+def test_a_folder_with_a_run_is_not_touched(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:
+    settings = tiny(optim={"epochs": 1}, merge={"method": "none", "method_options": []})
+    train(settings, tmp_path, console=quiet)
+    with pytest.raises(ValueError, match="holds a run already; continue it with --resume auto"):
+        train(settings, tmp_path, console=quiet)
+    changed = tiny(optim={"epochs": 1, "lr": 0.5}, merge={"method": "none", "method_options": []})
+    with pytest.raises(ValueError, match=r"other settings: optim.lr is 0.5 but was 0.001"):
+        train(changed, tmp_path, resume="auto", console=quiet)
+    again = train(settings, tmp_path, resume="auto", console=quiet)  # nothing left to do
+    assert len(again.history) == 1
+    assert not is_merging(again.model)
+    rebuilt = _host(settings)
+    load_weights_(rebuilt, tmp_path / "model")
+    assert top1(rebuilt.eval(), settings) == pytest.approx(again.metrics["top1"])
+
+
+def test_a_truncated_checkpoint_is_repeated_exactly(
+    tiny: Tiny, tmp_path: Path, quiet: Console
+) -> None:
+    settings = tiny(optim={"epochs": 3}, augment={"mixup": 0.5, "repeats": 2})
+    train(settings, tmp_path, console=quiet)
+    expected = weights(tmp_path, 3)
+    file = tmp_path / "checkpoints" / "epoch-0003" / "weights.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.warns(DamagedCheckpointWarning, match="epoch-0003: weights.safetensors has"):
+        train(settings, tmp_path, resume="auto", console=quiet)
+    assert_same(weights(tmp_path, 3), expected)
+    assert len(read_log(tmp_path)) == 3
+
+
+def test_accumulated_batches_are_one_larger_batch(
+    tiny: Tiny, tmp_path: Path, quiet: Console
+) -> None:
+    common: dict[str, Any] = {"augment": {"scale": [1, 1], "ratio": [1, 1], "hflip": 0}}
+    common["merge"] = {"noise": 0.0}
+    # 48 images in batches of 12, three at a time: the last update of an epoch has one batch.
+    split = tiny(**common, optim={"epochs": 1, "accumulate": 2, "clip": 1.0})
+    whole = tiny(**common, optim={"epochs": 1, "clip": 1.0}, data={"batch_size": 24})
+    first = train(split, tmp_path / "split", console=quiet)
+    second = train(whole, tmp_path / "whole", console=quiet)
+    assert first.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-5)
+    theirs = weights(tmp_path / "whole", 1)
+    for name, value in weights(tmp_path / "split", 1).items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_loss_of_nan_stops_and_names_the_site(
+    tiny: Tiny, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch, epoch: int
+) -> None:
+    settings = tiny(optim={"epochs": 3})
+    train_epoch = Trainer.run_epoch
+
+    def poisoned(self: Trainer, number: int) -> Any:
+        if number == epoch:
+            merger = dict(mergers(self.model))["blocks.2.merger"]
+            merger.sequence.register_forward_hook(lambda *args: args[2] * torch.nan)  # type: ignore[union-attr]
+        return train_epoch(self, number)
+
+    monkeypatch.setattr(Trainer, "run_epoch", poisoned)
+    with pytest.raises(NonFiniteLossError, match=r"blocks\.2\.merger.* \(at the site of block 2\)"):
+        train(settings, tmp_path, console=quiet)
+    last = Checkpoints(tmp_path / "checkpoints").latest()
+    assert (0 if last is None else last.epoch) == epoch
+
+
+def test_weights_that_are_not_finite_are_named(tiny: Tiny) -> None:
+    model = build_model(tiny(), 3)
+    images = torch.randn(2, 3, 32, 32)
+    assert "gradients are finite" in find_non_finite(model, images)
+    assert "images themselves" in find_non_finite(model, images * torch.inf)
+    model.get_parameter("blocks.1.mlp.fc1.weight").data[0, 0] = torch.inf
+    found = find_non_finite(model, images)
+    name = "blocks.1.mlp.fc1.weight (at the site of block 1)"
+    assert found == f"the weights {name} are not finite"
+
+
+def test_a_new_label_set_gets_a_new_head(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:
+    base = tiny(
+        optim={"epochs": 1}, merge={"method": "none", "method_options": []}, data={"batch_size": 24}
+    )
+    train(base, tmp_path / "base", console=quiet)
+    changes: dict[str, Any] = {
+        "data": {"source": "shapes:classes=5,size=32,images=30,val_images=10", "batch_size": 10},
+        "model": {"weights": str(tmp_path / "base" / "model")},
+        "tune": {"trainable": "mergers", "unfreeze": ["head.*"]},
+        "optim": {"epochs": 1},
+    }
+    moved = train(tiny(**changes), tmp_path / "moved", console=quiet)
+    body = weights(tmp_path / "base", 1)
+    for name, value in weights(tmp_path / "moved", 1).items():
+        if not name.startswith("head") and ".merger." not in name:
+            assert value.equal(body[name])
+    assert moved.metrics["num_classes"] == 5
+    # A token-merging model goes over to other classes too, its class statistics start anew.
+    again = tiny(
+        **changes
+        | {
+            "model": {"weights": str(tmp_path / "moved" / "model")},
+            "data": {"source": "shapes:classes=4,size=32,images=20,val_images=8", "batch_size": 10},
+        }
+    )
+    model = build_model(again, 4)
+    assert {merger.site.num_classes for _, merger in mergers(model)} == {4}
+    assert not any(merger.active for _, merger in mergers(model))
+    assert conversion_of(model).config.name == "ltm"
+
+
+def test_warm_up_epochs_train_the_original(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:
+    plain = tiny(optim={"epochs": 1}, merge={"method": "none", "method_options": []})
+    train(plain, tmp_path / "plain", console=quiet)
+    expected = weights(tmp_path / "plain", 1)
+    warm = tiny(optim={"epochs": 1}, merge={"warm_epochs": 1})
+    # Building the mask modules draws no random numbers, so both start alike.
+    result = train(warm, tmp_path / "warm", console=quiet)
+    assert_same(
+        {n: v for n, v in weights(tmp_path / "warm", 1).items() if ".merger." not in n}, expected
+    )
+    with merging_off(result.model):
+        assert top1(result.model, warm) == pytest.approx(result.metrics["top1"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"model": {"weights": "nowhere.safetensors"}}, "no weights at nowhere.safetensors"),
+        ({"model": {"weights": "{here}/damaged.safetensors"}}, "holds no readable weights"),
+        ({"model": {"weights": "{here}/other"}}, "does not belong to this model"),
+        ({"model": {"model_args": ["img_sise=32"]}}, "model_args do not fit"),
+        ({"model": {"num_classes": 7}}, "num_classes is 7, but shapes:.* has 3 classes"),
+        ({"merge": {"method_options": ["suport=learned"]}}, "ltm has no setting suport"),
+        ({"run": {"precision": "16"}}, "precision is 16, which needs a GPU"),
+        ({"run": {"device": "cuda"}}, "device is cuda, but this machine has none"),
+        ({"data": {"batch_size": 400}}, "do not fill a batch of 400"),
+    ],
+)
+def test_what_cannot_train_is_refused_at_the_door(
+    tiny: Tiny, tmp_path: Path, quiet: Console, groups: dict[str, Any], message: str
+) -> None:
+    if torch.cuda.is_available() and "GPU" in message + str(groups.get("run", {})).upper():
+        pytest.skip("this machine has a GPU")
+    (tmp_path / "damaged.safetensors").write_bytes(b"not weights")
+    save_plain(nn.Linear(2, 2), tmp_path / "other")
+    if "weights" in groups.get("model", {}):
+        path = groups["model"]["weights"].format(here=tmp_path)
+        groups = {"model": {"weights": path}}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train(tiny(**groups), tmp_path / "run", console=quiet)
+    assert not (tmp_path / "run").exists()
