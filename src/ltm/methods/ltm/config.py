@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ltm.core.schedule import constant_rate, weighted_rate
 from ltm.methods.base import Merger, MethodConfig, Site
 from ltm.methods.ltm.learned import LearnedMerger
-from ltm.methods.ltm.matching import MatchingMerger
+from ltm.methods.ltm.matching import OPERATORS, MatchingMerger, Operator, UnimportantMerger
 
 Support = Literal["matching", "learned"]
 
@@ -25,10 +26,18 @@ class LTM(MethodConfig):
     support: Support | None = None
     """Which tokens may join: "matching" (found per image), "learned" (a trained static pattern);
     None takes matching on sequences and learned on grids."""
-    protection: float = 0.2
-    """How strongly informative tokens are kept from leaving in a matching."""
+    matching: Literal["free", "alternate"] = "free"
+    """Any token may join any other, or even ones odd ones only: a quarter of the comparisons."""
+    protection: float = 1.0
+    """How strongly informative tokens are kept from leaving in a matching: the power of the
+    attention they receive."""
     keep_norm: bool = True
     """Matched tokens keep the largest norm of their group."""
+    operators: tuple[Operator, ...] | None = None
+    """What each site does with the tokens that leave it, in place of `keep_norm`: "merge", "norm",
+    "prune_redundant", "prune_unimportant" or "none"."""
+    protections: tuple[float, ...] | None = None
+    """The protection of each site, in place of `protection`."""
     weights: Literal["informative", "uniform"] = "informative"
     """Weigh tokens by the information-bottleneck step, or only by their size."""
     space: Literal["pooled", "token"] = "pooled"
@@ -51,15 +60,55 @@ class LTM(MethodConfig):
     name: ClassVar[str] = "ltm"
 
     def __post_init__(self) -> None:
+        given = self.sites
         super().__post_init__()
         for field in ("eta", "beta"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}: got {getattr(self, field)}; it must be positive.")
+        self._check_per_site(given)
+        self._check_operators()
         if self.support == "matching" and self._needs_static():
             raise ValueError(
                 "support: got 'matching'; space='token', scope='batch' and mask_form='letter' "
                 "need support='learned', since matched places differ from image to image."
             )
+
+    def _check_per_site(self, sites: tuple[int, ...] | None) -> None:
+        """Operators and protections go with sites, one each, in the order of the blocks."""
+        for field in ("operators", "protections"):
+            values = getattr(self, field)
+            if values is None:
+                continue
+            object.__setattr__(self, field, tuple(values))
+            if self.support == "learned" or self._needs_static():
+                raise ValueError(f"{field}: they belong to support='matching'.")
+            if sites is None or list(sites) != sorted(set(sites)) or len(values) != len(sites):
+                raise ValueError(
+                    f"{field}: got {len(values)} of them, and sites={sites}; give one per site, "
+                    "with the sites in ascending order."
+                )
+
+    def _check_operators(self) -> None:
+        for operator in self.operators or ():
+            if operator not in OPERATORS:
+                raise ValueError(
+                    f"operators: got {operator!r}; choose from {', '.join(OPERATORS)}."
+                )
+        for protection in (self.protection, *(self.protections or ())):
+            if not 0 <= protection < math.inf:
+                raise ValueError(f"protection: got {protection}; it must not be negative.")
+
+    def operator_at(self, block: int) -> Operator:
+        """What a site does with the tokens that leave it."""
+        if self.operators is None or self.sites is None:
+            return "norm" if self.keep_norm else "merge"
+        return self.operators[self.sites.index(block)]
+
+    def protection_at(self, block: int) -> float:
+        """How strongly a site protects informative tokens."""
+        if self.protections is None or self.sites is None:
+            return self.protection
+        return self.protections[self.sites.index(block)]
 
     def _needs_static(self) -> bool:
         return self.space == "token" or self.scope == "batch" or self.mask_form == "letter"
@@ -74,9 +123,10 @@ class LTM(MethodConfig):
         return self.support_on(grid=True) == "learned"
 
     def build(self, site: Site) -> Merger:
-        if self.support_on(grid=site.grid_in is not None) == "matching":
-            return MatchingMerger(site, self)
-        return LearnedMerger(site, self)
+        if self.support_on(grid=site.grid_in is not None) == "learned":
+            return LearnedMerger(site, self)
+        unimportant = self.operator_at(site.block) == "prune_unimportant"
+        return UnimportantMerger(site, self) if unimportant else MatchingMerger(site, self)
 
     def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
         if self.support_on(grid=False) == "learned" or self.ratio is None:
@@ -86,7 +136,9 @@ class LTM(MethodConfig):
     def spread(self, strength: float, num_in: int, sites: tuple[int, ...], depth: int) -> list[int]:
         if self.support_on(grid=False) == "learned":
             return constant_rate(strength, num_in, len(sites))
-        return weighted_rate(strength, num_in, [_profile_share(site / depth) for site in sites])
+        idle = {site for site in sites if self.operator_at(site) == "none"}
+        shares = [0.0 if site in idle else _profile_share(site / depth) for site in sites]
+        return weighted_rate(strength, num_in, shares)
 
 
 def _profile_share(depth: float) -> float:

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, get_args
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core.matching import Match, match_most_similar, merge_in_order
-from ltm.methods.base import Decision, Hints, token_size
+from ltm.core.matching import Match, merge_in_order
+from ltm.methods.base import Decision, Hints, Site, token_size
+from ltm.methods.ltm.harm import Patches, match_least_harm, match_unimportant
 from ltm.methods.ltm.step import LTMMerger, carried
+
+if TYPE_CHECKING:
+    from ltm.methods.ltm.config import LTM
+
+Operator = Literal["merge", "norm", "prune_redundant", "prune_unimportant", "none"]
+"""What happens to the tokens that leave a site:
+
+merge: they join the token nearest to them, by a weighted mean.
+norm: the same, and the merged token keeps the largest norm of its group.
+prune_redundant: they are dropped; the token nearest to them stays as it is.
+prune_unimportant: those that receive least attention are dropped, whatever they are like.
+none: nothing leaves.
+"""
+
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 
 class MatchingMerger(LTMMerger):
-    """Per image, the most redundant tokens join their nearest, informative ones protected."""
+    """Per image, the tokens whose merge does least harm leave."""
 
-    needs = frozenset({"keys", "importance"})
+    def __init__(self, site: Site, config: LTM) -> None:
+        super().__init__(site, config)
+        self.operator = config.operator_at(site.block)
+        self.protection = config.protection_at(site.block)
+        if self.operator == "none":
+            raise ValueError(
+                f"operators: got 'none' for block {site.block}, where {site.num_in} tokens are to "
+                f"become {site.num_out}."
+            )
+        if self.protection > 0:
+            self.needs = frozenset({"importance"})
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         k = self.site.num_prefix
@@ -26,20 +54,39 @@ class MatchingMerger(LTMMerger):
             logits = self.informative(tokens[:, k:], size[:, k:], labels, hints.carry)
         if logits is not None:
             weight = torch.cat([size[:, :k], size[:, k:] * logits.exp()], dim=1)
-        merge = merge_in_order(match, weight, keep_norm=self.config.keep_norm)
+        merge = merge_in_order(
+            match,
+            weight,
+            prune=self.operator.startswith("prune"),
+            keep_norm=self.operator == "norm",
+        )
         return Decision(merge=merge, carry=None if logits is None else carried(merge, logits))
 
     def match(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Match:
+        """Who leaves, and where to."""
         k = self.site.num_prefix
         num_leaving = tokens.shape[1] - k - hints.num_out
-        metric = tokens if hints.keys is None else hints.keys
-        penalty = None
-        if hints.importance is not None:
-            penalty = self.config.protection * relative_importance(hints.importance, k)
-        return match_most_similar(metric, num_leaving, num_prefix=k, penalty=penalty)
+        attention = None if hints.importance is None else hints.importance[:, k:]
+        size = None if hints.size is None else hints.size[:, k:]
+        patches = Patches(tokens=tokens[:, k:], size=size, attention=attention)
+        return match_least_harm(
+            patches,
+            num_leaving,
+            protection=self.protection,
+            alternate=self.config.matching == "alternate",
+            num_prefix=k,
+        )
 
 
-def relative_importance(importance: Float[Tensor, "b t"], num_prefix: int) -> Float[Tensor, "b t"]:
-    """Attention received over the mean of the patches; what is clearly above it counts alike."""
-    patches = importance[:, num_prefix:]
-    return (importance / patches.mean(dim=1, keepdim=True).clamp_min(1e-12)).clamp(max=1.5)
+class UnimportantMerger(MatchingMerger):
+    """Per image, the tokens that receive least attention are dropped."""
+
+    def __init__(self, site: Site, config: LTM) -> None:
+        super().__init__(site, config)
+        self.needs = frozenset({"importance"})
+
+    def match(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Match:
+        k = self.site.num_prefix
+        assert hints.importance is not None
+        num_leaving = tokens.shape[1] - k - hints.num_out
+        return match_unimportant(hints.importance[:, k:], num_leaving, num_prefix=k)

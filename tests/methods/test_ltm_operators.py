@@ -1,0 +1,206 @@
+"""Operators of LTM per site: who leaves, what stays behind, what a config may say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ltm.api import merge_maps, merge_tokens_, set_ratio_, token_counts, unmerge_tokens_
+from ltm.methods import LTM
+from ltm.methods.base import Hints, Site, config_from_dict
+from ltm.methods.ltm.harm import Patches, match_least_harm, match_unimportant, squared_distances
+from ltm.methods.ltm.matching import OPERATORS, MatchingMerger, Operator
+from toys import SEQUENCES, pictures, toy
+
+PRUNING: tuple[Operator, ...] = ("prune_redundant", "prune_unimportant")
+
+
+def _site(num_in: int = 12, num_out: int = 8, num_prefix: int = 1) -> Site:
+    return Site(
+        block=1,
+        depth=4,
+        width=6,
+        num_prefix=num_prefix,
+        num_classes=0,
+        grid=(3, 4),
+        num_in=num_in,
+        num_out=num_out,
+    )
+
+
+def _merger(operator: Operator, protection: float = 1.0, **site: int) -> MatchingMerger:
+    config = LTM(sites=(1,), counts=(8,), operators=(operator,), protections=(protection,))
+    merger = config.build(_site(**site))
+    assert isinstance(merger, MatchingMerger)
+    return merger
+
+
+def _hints(num_tokens: int = 13, num_out: int = 8) -> Hints:
+    return Hints(num_out=num_out, importance=torch.rand(3, num_tokens).softmax(1))
+
+
+@pytest.mark.parametrize("operator", [o for o in OPERATORS if o != "none"])
+def test_operators_keep_the_count_and_the_prefix(operator: Operator) -> None:
+    tokens = torch.randn(3, 13, 6)
+    merge = _merger(operator)(tokens, _hints()).merge
+    merged = merge(tokens)
+    assert merged.shape == (3, 9, 6)
+    assert torch.allclose(merged[:, 0], tokens[:, 0], atol=1e-6)
+    assert torch.allclose(merge.weights().sum(1), torch.ones(3, 8))
+    sizes = merge.sizes(torch.ones(1, 13))
+    assert bool((sizes >= 1).all())
+    lost = 13 - sizes.sum(1)
+    assert torch.equal(lost, torch.full((3,), 4.0 if operator in PRUNING else 0.0))
+    assert merge.restore(merged).shape == tokens.shape
+
+
+def test_norms_are_kept_by_norm_and_shrink_by_merge() -> None:
+    tokens, hints = torch.randn(3, 13, 6), _hints()
+    by_mean = _merger("merge")(tokens, hints).merge(tokens).norm(dim=-1)
+    by_norm = _merger("norm")(tokens, hints).merge(tokens).norm(dim=-1)
+    assert bool((by_norm >= by_mean - 1e-5).all())
+    assert float((by_norm - by_mean).max()) > 0.1
+
+
+@pytest.mark.parametrize("operator", PRUNING)
+def test_pruned_tokens_leave_no_trace(operator: Operator) -> None:
+    tokens, hints = torch.randn(3, 13, 6), _hints()
+    merged = _merger(operator)(tokens, hints).merge(tokens)
+    for image, left in zip(tokens, merged, strict=True):
+        assert all(bool((image - token).abs().amax(1).min() < 1e-6) for token in left)
+
+
+def test_unimportant_tokens_are_those_of_least_attention() -> None:
+    attention = torch.rand(5, 12)
+    match = match_unimportant(attention, 4, num_prefix=2)
+    kept = attention.masked_fill(match.leaves[:, 2:], torch.inf).amin(1)
+    gone = attention.masked_fill(~match.leaves[:, 2:], -torch.inf).amax(1)
+    assert bool((gone <= kept).all())
+    assert not bool(match.leaves[:, :2].any())
+
+
+@pytest.mark.parametrize("num_prefix", [0, 1])
+def test_what_is_dropped_first_belongs_to_the_first_that_stays(num_prefix: int) -> None:
+    merger = _merger("prune_unimportant", num_prefix=num_prefix)
+    attention = torch.linspace(0, 1, 12 + num_prefix)[None]
+    tokens = torch.randn(1, 12 + num_prefix, 6)
+    merge = merger(tokens, Hints(num_out=8, importance=attention)).merge
+    restored = merge.restore(merge(tokens))[:, num_prefix:]
+    assert torch.allclose(restored[:, :5], tokens[:, num_prefix + 4, None].expand(-1, 5, -1))
+
+
+def test_twins_leave_first_and_the_less_attended_of_the_two() -> None:
+    tokens = 10 * torch.eye(8)[None].repeat(2, 1, 1)
+    tokens[:, 5] = tokens[:, 2] + 0.01
+    attention = torch.full((2, 8), 0.1)
+    attention[0, 2], attention[1, 5] = 0.2, 0.2
+    patches = Patches(tokens=tokens, attention=attention)
+    match = match_least_harm(patches, 1, protection=1.0, alternate=False, num_prefix=0)
+    assert match.leaves.nonzero().tolist() == [[0, 5], [1, 2]]
+    assert [int(match.target[0, 5]), int(match.target[1, 2])] == [2, 5]
+
+
+def test_protection_keeps_attended_tokens() -> None:
+    torch.manual_seed(3)
+    tokens, attention = torch.randn(64, 20, 6), torch.rand(64, 20) ** 4
+    patches = Patches(tokens=tokens, attention=attention)
+
+    def attention_lost(protection: float) -> float:
+        match = match_least_harm(patches, 8, protection=protection, alternate=False, num_prefix=0)
+        return float((attention * match.leaves).sum())
+
+    assert attention_lost(2.0) < attention_lost(1.0) < attention_lost(0.0)
+
+
+def test_large_tokens_are_dearer_to_merge() -> None:
+    tokens = torch.tensor([[[0.0], [1.0], [10.0], [11.0]]])
+    sizes = torch.tensor([[4.0, 4.0, 1.0, 1.0]])
+    match = match_least_harm(
+        Patches(tokens=tokens, size=sizes), 1, protection=0.0, alternate=False, num_prefix=0
+    )
+    assert match.leaves.nonzero().tolist() == [[0, 2]]
+
+
+def test_padding_leaves_first_and_takes_nobody_in() -> None:
+    tokens = torch.randn(4, 10, 6)
+    sizes = torch.ones(4, 10)
+    sizes[:, 6:] = 0
+    patches = Patches(tokens=tokens, size=sizes, attention=torch.rand(4, 10) * sizes)
+    for number in (2, 4, 7):
+        match = match_least_harm(patches, number, protection=1.0, alternate=False, num_prefix=0)
+        assert int(match.leaves[:, 6:].sum()) == 4 * min(number, 4)
+        targets = match.target[match.leaves]
+        assert bool((targets < 6).all())
+
+
+def test_alternate_sides_and_where_they_do_not_suffice() -> None:
+    patches = Patches(tokens=torch.randn(3, 11, 6), attention=torch.rand(3, 11))
+    match = match_least_harm(patches, 5, protection=1.0, alternate=True, num_prefix=2)
+    assert not bool(match.leaves[:, 3::2].any())
+    assert bool(((match.target[match.leaves] - 2) % 2 == 1).all())
+    many = match_least_harm(patches, 9, protection=1.0, alternate=True, num_prefix=2)
+    assert many.leaves.sum(1).tolist() == [9, 9, 9]
+
+
+def test_distances_in_one_product() -> None:
+    x, y = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+    assert torch.allclose(squared_distances(x, y), torch.cdist(x, y) ** 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sites_differ_within_a_network(name: str) -> None:
+    model, images = toy(name), pictures(name)
+    reference = model(images)
+    config = LTM(
+        sites=(1, 2, 3, 4),
+        counts=(32, 24, 24, 16),
+        operators=("merge", "prune_redundant", "none", "prune_unimportant"),
+        protections=(0.0, 1.0, 0.0, 0.5),
+    )
+    merge_tokens_(model, config)
+    assert token_counts(model) == [32, 24, 24, 16]
+    with torch.no_grad():
+        assert model(images).shape == reference.shape
+    assert set(merge_maps(model, images)) == {1, 2, 4}
+    set_ratio_(model, 0.8)
+    assert token_counts(model)[1] == token_counts(model)[2]
+    unmerge_tokens_(model)
+    assert torch.equal(model(images), reference)
+
+
+def test_attention_is_read_only_where_it_matters() -> None:
+    assert _merger("norm", 0.0).needs == frozenset()
+    assert _merger("norm", 0.5).needs == {"importance"}
+    assert _merger("prune_unimportant", 0.0).needs == {"importance"}
+
+
+def test_a_config_with_operators_is_plain_values() -> None:
+    config = LTM(sites=(1, 3), counts=(20, 9), operators=("norm", "merge"), protections=(1, 0))
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"operators": ("norm",)}, "operators: got 1 of them, and sites=None"),
+        ({"operators": ("norm",), "sites": (1, 2)}, "one per site"),
+        ({"protections": (1.0, 1.0), "sites": (2, 1)}, "ascending"),
+        ({"operators": ("average",), "sites": (1,)}, "got 'average'; choose from merge, norm"),
+        ({"protections": (-1.0,), "sites": (1,)}, "must not be negative"),
+        ({"protection": -0.1}, "must not be negative"),
+        ({"operators": ("norm",), "sites": (1,), "support": "learned"}, "support='matching'"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_does_not_fit_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LTM(**settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_none_cannot_let_tokens_go() -> None:
+    model = toy("vit")
+    with pytest.raises(ValueError, match="'none' for block 2, where 36 tokens are to become 20"):
+        merge_tokens_(model, LTM(sites=(2,), counts=(20,), operators=("none",)))
+    model(pictures("vit"))
