@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import ltm
+from ltm.api import image_size_of
 from ltm.cli.models import check_classes, load_model, method_config, split_methods
 from ltm.cli.weights import read_weights
+from ltm.data.transforms import image_spec
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,13 @@ def test_other_sizes(weights: Path, tmp_path: Path) -> None:
     save_file(small.state_dict(), tmp_path / "small.safetensors")
     model = load_model("test_vit", weights=tmp_path / "small.safetensors", image_size=96).eval()
     torch.testing.assert_close(model(images), small.eval()(images))
+
+
+def test_networks_of_any_size_note_theirs() -> None:
+    model = load_model("mobilevit_xxs", untrained=True, image_size=192)
+    assert image_size_of(model) == (192, 192)
+    assert image_spec(model=model).size == (192, 192)
+    assert image_size_of(load_model("mobilevit_xxs", untrained=True)) == (256, 256)
 
 
 def test_runs_are_loaded_as_they_were_saved(weights: Path, tmp_path: Path) -> None:

@@ -158,16 +158,21 @@ def _create_resized(name: str, arguments: Mapping[str, Any], size: int) -> nn.Mo
 
 
 def _resize_(model: nn.Module, image_size: int | None) -> None:
-    """Take another input size; convolutional stems take any size as they are."""
-    patch_embed: Any = getattr(model, "patch_embed", None)
-    built = getattr(patch_embed, "img_size", None)
-    if image_size is None or built is None or tuple(built) == (image_size, image_size):
+    """Take another input size; what takes any size, as convolutional stems do, notes it down."""
+    if image_size is None:
         return
-    resize: Any = getattr(model, "set_input_size", None)
-    if resize is None:
+    host: Any = model
+    built = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if built is None:
+        known = getattr(model, "pretrained_cfg", None) or {}
+        host.pretrained_cfg = {**known, "input_size": (3, image_size, image_size)}
+        return
+    if tuple(built) == (image_size, image_size):
+        return
+    if not hasattr(model, "set_input_size"):
         raise ValueError(f"image_size is {image_size}: this model takes only {built[0]}")
     try:
-        resize(img_size=(image_size, image_size))
+        host.set_input_size(img_size=(image_size, image_size))
     except (AssertionError, ValueError) as error:
         raise ValueError(f"image_size is {image_size}: {first_line(error)}") from error
 
