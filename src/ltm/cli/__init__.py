@@ -14,6 +14,8 @@ COMMANDS = {
     "finetune": "Make a pretrained network merge tokens and train its mask modules.",
     "benchmark": "Time networks, merged and untouched, in interleaved rounds.",
     "evaluate": "Measure accuracy, cost and information bottleneck, merged and untouched.",
+    "detect": "Train, evaluate or use SSDLite, an object detector, on a token-merging backbone.",
+    "segment": "Train, evaluate or use Mask R-CNN, boxes and masks, on a token-merging backbone.",
     "demo": "Measure the information bottleneck of features made up on the spot.",
 }
 

@@ -162,6 +162,11 @@ def write_results(path: str | Path, results: Sequence[Result]) -> Path:
     return path
 
 
+def require_evaluator() -> None:
+    """Fail early where scores could not be computed at the end."""
+    _evaluator()
+
+
 def _evaluator() -> tuple[Any, Any]:
     try:
         from faster_coco_eval import COCO, COCOeval_faster  # noqa: PLC0415 - an optional extra

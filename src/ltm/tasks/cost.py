@@ -52,9 +52,7 @@ def detector_cost(model: nn.Module) -> DetectorCost:
 
 @singledispatch
 def _parts(model: nn.Module) -> tuple[Size, dict[str, int], str]:
-    raise ValueError(
-        f"model: {type(model).__name__} is no detector; SSDLite or MaskRCNN is needed."
-    )
+    raise ValueError(f"model: got {type(model).__name__}; SSDLite or MaskRCNN is needed.")
 
 
 @_parts.register

@@ -20,7 +20,8 @@ from ltm.tasks.targets import clean_target, float_image
 
 STRIDES = (16, 32)
 EXTRA_CHANNELS = (512, 256, 256, 128)
-_norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.03)
+# torchvision takes a momentum of 0.03, which short runs are too short for.
+_norm = partial(nn.BatchNorm2d, eps=1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,10 @@ class SSDLiteConfig:
             weights=self.weights,
             restore=self.restore,
         )
+        return self.on(pyramid)
+
+    def on(self, pyramid: Pyramid) -> SSDLite:
+        """Make the detector on a network that is there already."""
         return SSDLite(pyramid, self.num_classes, self.image_size)
 
 
@@ -99,6 +104,8 @@ class SSDLite(SSD):
 
         Images may be of any size, 8 bit or from 0 to 1; targets are cleaned (`clean_target`).
         """
+        if self.training and len(images) < 2:
+            raise ValueError("images: got one; SSDLite normalises batches, and needs two to train.")
         images = [float_image(image) for image in images]
         if targets is not None:
             pairs = zip(images, targets, strict=True)

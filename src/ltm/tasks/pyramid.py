@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import timm
+import torch
 import torch.nn.functional as F
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import LayerNorm2d
 from timm.models._features import FeatureGetterNet, FeatureListNet
 from torch import Tensor, nn
 
 from ltm.adapters.grids import MergingGridModel
-from ltm.api import Conversion, conversion_of, is_merging, load, merge_tokens_
+from ltm.api import image_size_of, is_merging, load, merge_tokens_
+from ltm.core.cost import evaluating, meta_copy, meta_images
 from ltm.methods.base import MethodConfig
+from ltm.tasks.necks import simple_neck
 
 Size = tuple[int, int]
 """Height and width."""
@@ -41,6 +44,7 @@ class Pyramid(nn.Module):
         restore: bool = True,
         canvas: Size | None = None,
         width: int = 256,
+        host: dict[str, Any] | None = None,
     ) -> None:
         """Wrap a network.
 
@@ -51,23 +55,25 @@ class Pyramid(nn.Module):
             restore: Resample maps that merging has shrunk.
             canvas: The input size of a network that accepts no other.
             width: Channels of a simple pyramid.
+            host: What timm needs to make a whole model again (`architecture`, `model_args`).
         """
         super().__init__()
         self.network = _feature_network(network)
         self.restore = restore
         self.canvas = canvas
+        self.host = host
         self.multiple = _patch_size(self.network)
         known = cast("Any", self.network).feature_info
         reductions, channels = known.reduction(), known.channels()
         self.necks: nn.ModuleList | None = None
-        if len(set(reductions)) == 1:
+        if _is_isotropic(known.info):
             base = reductions[-1]
             offered = tuple(base * 2**step // 4 for step in range(4) if base * 2**step % 4 == 0)
             self.strides = _chosen(strides, offered)
             self.channels = (width,) * len(self.strides)
             self.places = (len(reductions) - 1,)
             self.necks = nn.ModuleList(
-                _neck(channels[-1], width, base, stride) for stride in self.strides
+                simple_neck(channels[-1], width, base, stride) for stride in self.strides
             )
         else:
             self.strides = _chosen(strides, tuple(reductions))
@@ -85,14 +91,6 @@ class Pyramid(nn.Module):
         mean = known.get("mean", IMAGENET_DEFAULT_MEAN)
         return list(mean), list(known.get("std", IMAGENET_DEFAULT_STD))
 
-    @property
-    def conversion(self) -> Conversion | None:
-        """What was done to the network, if anything."""
-        for module in (self.network, getattr(self.network, "model", None)):
-            if isinstance(module, nn.Module) and is_merging(module):
-                return conversion_of(module)
-        return None
-
     def forward(self, x: Tensor) -> list[Tensor]:
         size = (x.shape[-2], x.shape[-1])
         padded = self._padded(size)
@@ -101,7 +99,8 @@ class Pyramid(nn.Module):
         maps = [_channels_first(self.network, maps[place]) for place in self.places]
         if self.necks is not None:
             maps = [neck(maps[-1]) for neck in self.necks]
-        return [_cut(feature, size, padded) for feature in maps]
+        pairs = zip(maps, self.strides, strict=True)
+        return [_cut(feature, stride, size, padded) for feature, stride in pairs]
 
     def _padded(self, size: Size) -> Size:
         if self.canvas is None:
@@ -112,6 +111,11 @@ class Pyramid(nn.Module):
                 f"{self.canvas[0]} x {self.canvas[1]} and takes none that are larger."
             )
         return self.canvas
+
+
+def merging_network(model: nn.Module) -> nn.Module | None:
+    """The converted network inside a pyramid or a detector; None where nothing merges."""
+    return next((module for module in model.modules() if is_merging(module)), None)
 
 
 def build_pyramid(
@@ -140,12 +144,14 @@ def build_pyramid(
             raise ValueError(
                 f"backbone: {backbone} has its own merging and weights; give no other."
             )
-        return Pyramid(load(backbone), strides, restore=restore)
+        saved = json.loads((Path(backbone) / "config.json").read_text(encoding="utf-8"))
+        host = {name: saved[name] for name in ("architecture", "model_args")}
+        return Pyramid(load(backbone), strides, restore=restore, host=host)
     check_backbone(backbone)
     arguments, canvas = size_arguments(backbone, image_size)
     looked_at: Any = timm.create_model(backbone, features_only=True, **arguments)
     levels = looked_at.feature_info.reduction()
-    if len(set(levels)) == 1:
+    if _is_isotropic(looked_at.feature_info.info):
         places = [-1]
     else:
         places = [levels.index(stride) for stride in _chosen(strides, tuple(levels))]
@@ -205,8 +211,29 @@ def _feature_network(network: nn.Module) -> nn.Module:
             "timm makes with features_only=True."
         )
     levels: list[dict[str, Any]] = cast("Any", network).feature_info
-    single = len({level["reduction"] for level in levels}) == 1
-    return FeatureGetterNet(network, out_indices=(-1,) if single else tuple(range(len(levels))))
+    places: Any = [-1] if _is_isotropic(levels) else list(range(len(levels)))
+    # timm's own pruning resets the classifier, and with it a converted model's class statistics.
+    _drop_unused_(network)
+    return FeatureGetterNet(network, out_indices=places, prune=False)
+
+
+def _is_isotropic(levels: Sequence[dict[str, Any]]) -> bool:
+    return len(levels) > 1 and len({level["reduction"] for level in levels}) == 1
+
+
+def _drop_unused_(network: nn.Module) -> None:
+    """Remove what the feature maps do not need: head, last normalisation."""
+    shadow = meta_copy(network)
+    called: set[str] = set()
+    for name, child in shadow.named_children():
+        for module in child.modules():
+            module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    with evaluating(shadow), torch.no_grad():
+        images = meta_images(image_size_of(network))
+        cast("Any", shadow).forward_intermediates(images, intermediates_only=True)
+    for name, child in list(network.named_children()):
+        if name not in called and any(True for _ in child.parameters()):
+            setattr(network, name, nn.Identity())
 
 
 def _chosen(strides: Sequence[int] | None, offered: tuple[int, ...]) -> tuple[int, ...]:
@@ -246,32 +273,12 @@ def _channels_first(network: nn.Module, feature: Tensor) -> Tensor:
     return feature.permute(0, 3, 1, 2).contiguous() if last else feature
 
 
-def _cut(feature: Tensor, size: Size, padded: Size) -> Tensor:
+def _cut(feature: Tensor, stride: int, size: Size, padded: Size) -> Tensor:
+    """The part of a map that belongs to the image, not to its padding."""
     if size == padded:
         return feature
-    height, width = (
-        -(-side * whole // full)
-        for side, whole, full in zip(feature.shape[-2:], size, padded, strict=True)
-    )
-    return feature[..., :height, :width]
-
-
-def _neck(channels: int, width: int, base: int, stride: int) -> nn.Sequential:
-    """One level of ViTDet's simple pyramid: up or down to the stride, then two convolutions."""
-    layers: list[nn.Module] = []
-    steps = round(math.log2(base / stride))
-    for step in range(steps):
-        narrower = max(channels // 2, 32)
-        layers.append(nn.ConvTranspose2d(channels, narrower, kernel_size=2, stride=2))
-        channels = narrower
-        if step < steps - 1:
-            layers += [LayerNorm2d(channels), nn.GELU()]
-    if steps < 0:
-        layers.append(nn.MaxPool2d(kernel_size=2**-steps, ceil_mode=True))
-    return nn.Sequential(
-        *layers,
-        nn.Conv2d(channels, width, kernel_size=1, bias=False),
-        LayerNorm2d(width),
-        nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
-        LayerNorm2d(width),
-    )
+    cells: list[int] = []
+    for have, side, whole in zip(feature.shape[-2:], size, padded, strict=True):
+        nominal = have == -(-whole // stride)
+        cells.append(-(-side // stride) if nominal else -(-have * side // whole))
+    return feature[..., : cells[0], : cells[1]]

@@ -6,16 +6,16 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import timm
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ltm.api import merge_tokens_, mergers
+from ltm.api import conversion_of, merge_tokens_, mergers
 from ltm.methods import config_from_dict
 from ltm.tasks.detection import STRIDES, SSDLite, SSDLiteConfig
-from ltm.tasks.pyramid import Pyramid
+from ltm.tasks.pyramid import Pyramid, merging_network
 from ltm.tasks.segmentation import MaskRCNN, MaskRCNNConfig
 
 CONFIG = "config.json"
@@ -23,7 +23,10 @@ WEIGHTS = "model.safetensors"
 
 DetectorConfig = SSDLiteConfig | MaskRCNNConfig
 Detector = SSDLite | MaskRCNN
-TASKS: dict[str, type[DetectorConfig]] = {"ssdlite": SSDLiteConfig, "mask_rcnn": MaskRCNNConfig}
+TASKS: dict[Literal["ssdlite", "mask_rcnn"], type[DetectorConfig]] = {
+    "ssdlite": SSDLiteConfig,
+    "mask_rcnn": MaskRCNNConfig,
+}
 
 
 class LoadedDetector(NamedTuple):
@@ -47,11 +50,12 @@ def save_detector(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     task = next(name for name, kind in TASKS.items() if type(config) is kind)
+    pyramid = next(module for module in model.modules() if isinstance(module, Pyramid))
     description = {
         "task": task,
         "detector": _plain(config),
         "token_merging": _merging(model),
-        "host": _host(config.backbone),
+        "host": pyramid.host,
         "categories": [
             {"id": int(number), "name": name}
             for number, name in zip(category_ids, class_names, strict=True)
@@ -98,10 +102,10 @@ def _plain(config: DetectorConfig) -> dict[str, Any]:
 
 def _merging(model: nn.Module) -> dict[str, Any] | None:
     """How the network merges, as it was asked for and as it turned out."""
-    pyramid = next(module for module in model.modules() if isinstance(module, Pyramid))
-    done = pyramid.conversion
-    if done is None:
+    network = merging_network(model)
+    if network is None:
         return None
+    done = conversion_of(network)
     exactly = dataclasses.replace(
         done.config,
         ratio=None,
@@ -117,14 +121,6 @@ def _merging(model: nn.Module) -> dict[str, Any] | None:
     }
 
 
-def _host(backbone: str) -> dict[str, Any] | None:
-    """What timm needs to make a network that came from a folder."""
-    if not Path(backbone).is_dir():
-        return None
-    saved = json.loads((Path(backbone) / CONFIG).read_text(encoding="utf-8"))
-    return {name: saved[name] for name in ("architecture", "model_args")}
-
-
 def _on_host(
     config: DetectorConfig, host: dict[str, Any], merging: dict[str, Any] | None
 ) -> Detector:
@@ -133,9 +129,8 @@ def _on_host(
     if merging is not None and config.merging is not None:
         merge_tokens_(network, config.merging, tuple(merging["image_size"]))
     if isinstance(config, MaskRCNNConfig):
-        return MaskRCNN(Pyramid(network), config.num_classes, config.image_size)
-    pyramid = Pyramid(network, STRIDES, restore=config.restore)
-    return SSDLite(pyramid, config.num_classes, config.image_size)
+        return config.on(Pyramid(network, host=host))
+    return config.on(Pyramid(network, STRIDES, restore=config.restore, host=host))
 
 
 def _read(folder: Path) -> dict[str, Any]:

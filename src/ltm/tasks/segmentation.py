@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import (
     MaskRCNN as TorchvisionMaskRCNN,
+    MaskRCNNHeads,
     MaskRCNNPredictor,
 )
 from torchvision.models.detection.rpn import RPNHead
@@ -25,7 +26,6 @@ from ltm.methods.base import MethodConfig
 from ltm.tasks.pyramid import Pyramid, Size, build_pyramid
 from ltm.tasks.targets import clean_target, float_image
 
-WIDTH = 256
 FINEST = 8
 """Where a network begins at a coarser stride than this, finer maps are made from its first."""
 _POOLED = {"box": 7, "mask": 14}
@@ -43,6 +43,10 @@ class MaskRCNNConfig:
     """How the network merges tokens; None leaves it as it is."""
     image_size: Size = (800, 1333)
     """The shorter side of resized images, and what the longer one may not exceed."""
+    width: int = 256
+    """Channels of the feature pyramid network and of the heads."""
+    regions_per_image: int = 512
+    """Regions of an image on which the heads are trained."""
     pretrained: bool = False
     """Begin with timm's weights."""
     weights: str | None = None
@@ -58,7 +62,17 @@ class MaskRCNNConfig:
             pretrained=self.pretrained,
             weights=self.weights,
         )
-        return MaskRCNN(pyramid, self.num_classes, self.image_size)
+        return self.on(pyramid)
+
+    def on(self, pyramid: Pyramid) -> MaskRCNN:
+        """Make the detector on a network that is there already."""
+        return MaskRCNN(
+            pyramid,
+            self.num_classes,
+            self.image_size,
+            width=self.width,
+            box_batch_size_per_image=self.regions_per_image,
+        )
 
 
 class MaskRCNN(TorchvisionMaskRCNN):
@@ -74,6 +88,7 @@ class MaskRCNN(TorchvisionMaskRCNN):
         num_classes: int,
         image_size: Size = (800, 1333),
         *,
+        width: int = 256,
         anchor_scale: int = 8,
         **options: Any,
     ) -> None:
@@ -83,6 +98,7 @@ class MaskRCNN(TorchvisionMaskRCNN):
             pyramid: The network.
             num_classes: Classes, the background not counted.
             image_size: Shorter side of resized images, and the limit of the longer one.
+            width: Channels of the feature pyramid network and of the heads; a multiple of 32.
             anchor_scale: Side of a level's anchors in strides.
             options: torchvision's own (`box_detections_per_img`, `rpn_post_nms_top_n_test`, ...).
         """
@@ -92,11 +108,13 @@ class MaskRCNN(TorchvisionMaskRCNN):
             raise ValueError(
                 "restore: got False; Mask R-CNN cuts regions out of maps at their nominal strides."
             )
+        if width < 32 or width % 32:
+            raise ValueError(f"width: got {width}; a multiple of 32 is needed.")
         short, long = image_size
         if pyramid.canvas is not None:
             long = min(long, *pyramid.canvas)
         mean, std = pyramid.normalisation
-        backbone = PyramidFPN(pyramid)
+        backbone = PyramidFPN(pyramid, width)
         strides = (*backbone.strides, 2 * backbone.strides[-1])
         super().__init__(
             backbone,
@@ -105,11 +123,13 @@ class MaskRCNN(TorchvisionMaskRCNN):
             image_mean=mean,
             image_std=std,
             rpn_anchor_generator=StridedAnchors(strides, anchor_scale),
-            rpn_head=FullPrecisionRPNHead(WIDTH, 3),
+            rpn_head=FullPrecisionRPNHead(width, 3),
             box_roi_pool=strided_pool(backbone.strides, _POOLED["box"]),
-            box_predictor=FullPrecisionPredictor(1024, num_classes + 1),
+            box_head=TwoMLPHead(width * _POOLED["box"] ** 2, 4 * width),
+            box_predictor=FullPrecisionPredictor(4 * width, num_classes + 1),
             mask_roi_pool=strided_pool(backbone.strides, _POOLED["mask"]),
-            mask_predictor=FullPrecisionMaskPredictor(256, 256, num_classes + 1),
+            mask_head=MaskRCNNHeads(width, [width] * 4, 1),
+            mask_predictor=FullPrecisionMaskPredictor(width, width, num_classes + 1),
             **options,
         )
         self.image_size = image_size
@@ -129,7 +149,7 @@ class MaskRCNN(TorchvisionMaskRCNN):
 class PyramidFPN(nn.Module):
     """A pyramid and its top-down pathway, all maps of one width."""
 
-    def __init__(self, pyramid: Pyramid) -> None:
+    def __init__(self, pyramid: Pyramid, width: int) -> None:
         super().__init__()
         # Maps of stride 2 are too large to be worth it.
         self.skipped = sum(stride < 4 for stride in pyramid.strides)
@@ -144,10 +164,10 @@ class PyramidFPN(nn.Module):
         self.finer = nn.ModuleList(finer)
         # Normalised, so that it also trains from scratch.
         self.fpn = FeaturePyramidNetwork(
-            channels, WIDTH, extra_blocks=LastLevelMaxPool(), norm_layer=_group_norm
+            channels, width, extra_blocks=LastLevelMaxPool(), norm_layer=_group_norm
         )
         self.strides = tuple(strides)
-        self.out_channels = WIDTH
+        self.out_channels = width
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         maps = self.pyramid(x)[self.skipped :]

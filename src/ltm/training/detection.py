@@ -72,7 +72,9 @@ def detector_config(settings: DetectionSettings, num_classes: int) -> DetectorCo
         "weights": chosen.weights,
     }
     if chosen.task == "mask_rcnn":
-        return MaskRCNNConfig(**values)
+        return MaskRCNNConfig(
+            **values, width=chosen.width, regions_per_image=chosen.regions_per_image
+        )
     return SSDLiteConfig(**values, restore=chosen.restore)
 
 

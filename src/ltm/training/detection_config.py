@@ -35,6 +35,10 @@ class DetectorSettings:
     """SSDLite: height and width. Mask R-CNN: shorter side, and what the longer may not exceed."""
     restore: bool = True
     """Resample maps that merging has shrunk to their nominal size; SSDLite works without, too."""
+    width: int = 256
+    """Mask R-CNN: channels of the feature pyramid network and of the heads."""
+    regions_per_image: int = 512
+    """Mask R-CNN: regions of an image on which the heads are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +204,12 @@ RECIPES: dict[str, DetectionSettings] = {
     ),
     "shapes_mask_rcnn": _with(
         _MASK_RCNN,
-        detector={"backbone": "efficientvit_b0", "image_size": [96, 96]},
+        detector={
+            "backbone": "efficientvit_b0",
+            "image_size": [96, 96],
+            "width": 64,
+            "regions_per_image": 32,
+        },
         data={**_SMALL_DATA, "batch_size": 8},
         optim={**_SMALL_OPTIM, "lr": 1e-3, "epochs": 10},
         merge={"noise": 0.0},
