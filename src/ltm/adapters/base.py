@@ -239,6 +239,31 @@ class Adapter(ABC):
         yield
 
 
+def make_slots(
+    config: MethodConfig, sites: Sequence[Site], state: TokenState, starts: Sequence[bool]
+) -> list[Slot]:
+    """A slot per block, `starts` saying at which blocks tokens are patches again."""
+    by_block = {site.block: site for site in sites}
+    return [
+        Slot(
+            state,
+            index,
+            starts=fresh,
+            proportional=config.proportional_attention,
+            site=by_block.get(index),
+            opens=index == 0,
+            last=index == len(starts) - 1,
+        )
+        for index, fresh in enumerate(starts)
+    ]
+
+
+def starts_of(widths: Sequence[int], config: MethodConfig) -> list[bool]:
+    """The first block of each stage (each has a width of its own); all, if grids are restored."""
+    before = [None, *widths[:-1]]
+    return [a != b or not config.keeps_grid() for a, b in zip(widths, before, strict=True)]
+
+
 def become_(module: Any, kind: type[nn.Module]) -> None:
     """Swap the class of a module; everything it holds stays."""
     module.__class__ = kind

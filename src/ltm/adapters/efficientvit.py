@@ -24,11 +24,12 @@ from ltm.adapters.base import (
     Layout,
     MergingMixin,
     Run,
-    Slot,
     attach_merger_,
     become_,
+    make_slots,
     observed_shapes,
     register,
+    starts_of,
     tap_,
     untap_,
 )
@@ -174,25 +175,14 @@ class EfficientViTAdapter(Adapter):
     def convert_(
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        by_block = {site.block: site for site in sites}
         blocks: list[Any] = [block for _, block in efficientvit_blocks(model)]
-        widths = [_width(block) for block in blocks]
-        for index, block in enumerate(blocks):
-            starts = index == 0 or widths[index] != widths[index - 1] or not config.keeps_grid()
-            slot = Slot(
-                state,
-                index,
-                starts=starts,
-                proportional=config.proportional_attention,
-                site=by_block.get(index),
-                opens=index == 0,
-                last=index == len(blocks) - 1,
-            )
+        starts = starts_of([_width(block) for block in blocks], config)
+        for block, slot in zip(blocks, make_slots(config, sites, state, starts), strict=True):
             attach_merger_(block, config, slot.site)
             attention = cast("LiteMLA", block.context_module.main)
-            attention.kernel_func = SizedKernel(attention.kernel_func, state, index)
+            attention.kernel_func = SizedKernel(attention.kernel_func, state, slot.index)
             if block.merger is not None and block.merger.needs:
-                tap_(attention.qkv.conv, state, ("qkv", index))
+                tap_(attention.qkv.conv, state, ("qkv", slot.index))
             block.slot = slot
             become_(block, MergingEfficientVitBlock)
         convert_model_(model, state, _CLASSES)

@@ -23,9 +23,9 @@ from ltm.adapters.base import (
     Layout,
     MergingMixin,
     Run,
-    Slot,
     attention_bias,
     become_,
+    make_slots,
     observed_shapes,
     register,
 )
@@ -218,23 +218,17 @@ class MobileViTAdapter(Adapter):
     def convert_(
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        by_block = {site.block: site for site in sites}
         hosts = [host for _, host in mobilevit_blocks(model)]
+        starts = [index == 0 for host in hosts for index in range(len(host.transformer))]
+        slots = make_slots(config, sites, state, starts)
         end = 0
         for host in hosts:
-            first = end
-            for layer in host.transformer:
-                slot = Slot(
-                    state,
-                    end,
-                    starts=end == first,
-                    proportional=config.proportional_attention,
-                    site=by_block.get(end),
-                    last=host is hosts[-1] and layer is host.transformer[-1],
-                )
+            first, end = end, end + len(host.transformer)
+            for layer, slot in zip(host.transformer, slots[first:end], strict=True):
+                # The host writes the grid before its first layer runs, so it opens the forward.
+                slot.opens = False
                 convert_block_(layer, config, slot, MergingLayer)
                 layer.area = host.patch_area
-                end += 1
             host.slots = (state, first, end)
             become_(host, MergingMobileVitBlock)
         convert_model_(model, state, _CLASSES)

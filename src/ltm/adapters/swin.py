@@ -26,8 +26,10 @@ from ltm.adapters.base import (
     Slot,
     attach_merger_,
     become_,
+    make_slots,
     observed_shapes,
     register,
+    starts_of,
     tap_,
     untap_,
 )
@@ -233,19 +235,9 @@ class SwinAdapter(Adapter):
     def convert_(
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        by_block = {site.block: site for site in sites}
         blocks = [block for _, block in swin_blocks(model)]
-        for index, block in enumerate(blocks):
-            starts = index == 0 or block.dim != blocks[index - 1].dim or not config.keeps_grid()
-            slot = Slot(
-                state,
-                index,
-                starts=starts,
-                proportional=config.proportional_attention,
-                site=by_block.get(index),
-                opens=index == 0,
-                last=index == len(blocks) - 1,
-            )
+        starts = starts_of([block.dim for block in blocks], config)
+        for block, slot in zip(blocks, make_slots(config, sites, state, starts), strict=True):
             _convert_block_(block, config, slot)
         convert_model_(model, state, _CLASSES)
 

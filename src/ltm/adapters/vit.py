@@ -22,6 +22,7 @@ from ltm.adapters.base import (
     attach_merger_,
     attention_bias,
     become_,
+    make_slots,
     register,
     tap_,
     untap_,
@@ -194,17 +195,8 @@ class ViTAdapter(Adapter):
     ) -> None:
         vit = find_vit(model)
         assert vit is not None
-        by_block = {site.block: site for site in sites}
-        for index, block in enumerate(vit.blocks):
-            slot = Slot(
-                state,
-                index,
-                starts=index == 0,
-                proportional=config.proportional_attention,
-                site=by_block.get(index),
-                opens=index == 0,
-                last=index == len(vit.blocks) - 1,
-            )
+        starts = [index == 0 for index in range(len(vit.blocks))]
+        for block, slot in zip(vit.blocks, make_slots(config, sites, state, starts), strict=True):
             convert_block_(block, config, slot)
         become_(vit, _CLASSES[type(vit)])
 
