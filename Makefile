@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # One thread per test process: the workers already fill the cores.
-export OMP_NUM_THREADS ?= 1
+test quick coverage: export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS)
 
 .PHONY: demo test quick check lint coverage clean

@@ -12,11 +12,13 @@ from importlib import import_module
 COMMANDS = {
     "train": "Train a token-merging network from scratch on labelled images.",
     "finetune": "Make a pretrained network merge tokens and train its mask modules.",
+    "compress": "Make a trained network smaller and faster, and report what that gained and lost.",
+    "visualize": "Draw what is merged with what, and with which weights.",
     "benchmark": "Time networks, merged and untouched, in interleaved rounds.",
     "evaluate": "Measure accuracy, cost and information bottleneck, merged and untouched.",
     "detect": "Train, evaluate or use SSDLite, an object detector, on a token-merging backbone.",
     "segment": "Train, evaluate or use Mask R-CNN, boxes and masks, on a token-merging backbone.",
-    "demo": "Measure the information bottleneck of features made up on the spot.",
+    "demo": "Train a small network on generated images and compress it with every method.",
 }
 
 BAD_INPUT = (

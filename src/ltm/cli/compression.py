@@ -1,0 +1,264 @@
+"""The stages of `ltm compress`: each adds to one comparison, and what is there can be written.
+
+A run may be stopped at any stage: the model is saved as soon as there is one, and measurements
+that were made are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ltm.cli.images import load_batches
+from ltm.cli.measurements import BASE, Measurements
+from ltm.cli.models import method_config
+from ltm.cli.partition import Partition
+from ltm.cli.pictures import data_pictures, illustrate, trace_models
+from ltm.cli.results import write_metrics
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ltm.cli.pictures import Named
+    from ltm.methods import MethodConfig
+    from ltm.visual.comparison import Comparison
+    from ltm.visual.report import Illustration
+
+_THRESHOLD_IMAGES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a compression is asked to do."""
+
+    model: str
+    weights: str
+    method: str
+    config: MethodConfig
+    data: str
+    output: Path
+    command: str
+    device: torch.device
+    compare: tuple[str, ...] = ()
+    calibrate: bool = True
+    finetune_epochs: int = 0
+    time_batches: tuple[int, ...] = (1, 8)
+    bottleneck_images: int = 1000
+    batch_size: int = 64
+    workers: int = 2
+    seed: int = 0
+    pictures: tuple[Named, ...] | None = None
+    """Pictures to show; None takes some of the data."""
+    model_args: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+
+
+class Compression:
+    """A compression under way. `run` it; `write` writes what is known so far."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        images: Partition,
+        options: Options,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.options, self.images, self.say = options, images, say
+        self.models: dict[str, nn.Module] = {BASE: base.to(options.device)}
+        self.measured = Measurements(self.models, images.evaluation, self._batches, say)
+        self.notes: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        self.illustrations: list[Illustration] = []
+        self.interrupted = ""
+
+    @property
+    def model(self) -> nn.Module:
+        """The compressed model."""
+        return self.models[self.options.method]
+
+    @cached_property
+    def calibration_batch(self) -> Tensor:
+        """Unlabelled images, none of which is evaluated."""
+        import torch
+
+        return torch.cat([images for images, _ in self._batches(self.images.calibration)])
+
+    def _batches(self, dataset: Any) -> Any:
+        options = self.options
+        return load_batches(
+            dataset,
+            options.data,
+            self.models[BASE],
+            batch_size=options.batch_size,
+            workers=options.workers,
+            device=options.device,
+        )
+
+    def run(self) -> None:
+        """Go through the stages; on Ctrl-C stop, and remember where."""
+        doing = ""
+        try:
+            for doing, stage in self._stages():
+                stage()
+                if self.measured.interrupted:
+                    self.interrupted = doing
+                    return
+        except KeyboardInterrupt:
+            self.interrupted = doing
+
+    def _stages(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        options, measured = self.options, self.measured
+        yield "the conversion", self.convert
+        if options.calibrate:
+            yield "the calibration", self.calibrate
+        if options.finetune_epochs:
+            yield "the fine-tuning", self.finetune
+        yield "freezing", self.freeze
+        yield "the conversion of the peers", self.add_peers
+        yield "the evaluation", measured.evaluate
+        if options.bottleneck_images:
+            yield (
+                "the measurement of the information bottleneck",
+                lambda: measured.measure_bottleneck(options.bottleneck_images),
+            )
+        if options.time_batches:
+            yield "timing", lambda: measured.measure_time(options.model, options.time_batches)
+        yield "drawing", self.draw
+
+    def convert(self) -> None:
+        """Convert, and save at once: from here on there is a result."""
+        self.models[self.options.method] = self._converted(self.options.config)
+        self.save()
+
+    def _converted(self, config: MethodConfig) -> nn.Module:
+        from ltm.api import merge_tokens_
+        from ltm.training.budget import set_thresholds_
+
+        model = copy.deepcopy(self.models[BASE])
+        merge_tokens_(model, config)
+        if config.name == "ltmp" and config.ratio is not None and config.ratio < 1:
+            if self.images.calibration is None:
+                raise ValueError(f"LTMP's thresholds need other images, but {self.images.reason}")
+            set_thresholds_(model, self.calibration_batch[:_THRESHOLD_IMAGES])
+        return model
+
+    def calibrate(self) -> None:
+        """Choose a schedule on unlabelled images."""
+
+    def finetune(self) -> None:
+        """Train the mask modules."""
+        from ltm.cli.tuning import require_training_images, tune_mergers_
+
+        options = self.options
+        tune_mergers_(
+            self.model,
+            options.data,
+            require_training_images(self.images, options.data),
+            epochs=options.finetune_epochs,
+            batch_size=options.batch_size,
+            workers=options.workers,
+            seed=options.seed,
+            folder=options.output / "finetuning",
+        )
+
+    def freeze(self) -> None:
+        """Make the model ready for deployment, and save it."""
+        from ltm.api import freeze_
+
+        freeze_(self.model)
+        self.save()
+
+    def add_peers(self) -> None:
+        """Convert what is compared; what cannot do this ratio is left out, with the reason."""
+        from ltm.api import freeze_
+
+        for text in self.options.compare:
+            self.say(f"Converting with {text}")
+            try:
+                peer = self._converted(method_config(text, self.options.config.ratio or 0.7))
+            except ValueError as error:
+                self.left_out[text] = str(error)
+            else:
+                self.models[text] = freeze_(peer)
+
+    def draw(self) -> None:
+        """Pictures of what becomes one token."""
+        from ltm.api import conversion_of, image_size_of
+        from ltm.data.config import DataConfig
+        from ltm.data.transforms import image_spec
+        from ltm.visual.curves import display_name
+        from ltm.visual.pictures import prepare
+
+        base, named = self.models[BASE], self.options.pictures
+        if named is None:
+            named = tuple(data_pictures(self.images.evaluation))
+        merging = [site.block for site in conversion_of(self.model).sites if site.merges]
+        if not named or not merging:
+            return
+        config = DataConfig(source=self.options.data, image_size=image_size_of(base)[0])
+        names, pictures = zip(*named, strict=True)
+        scenes = prepare(pictures, names, image_spec(config, base))
+        peers = [name for name in self.models if name not in (BASE, self.options.method)][:1]
+        shown = {display_name(name): self.models[name] for name in [*peers, self.options.method]}
+        self.illustrations = illustrate(scenes, trace_models(shown, scenes), merging[-1])
+
+    def save(self) -> None:
+        """Write the model in the layout of timm on the hub, class names included."""
+        from ltm.api import save
+
+        folder = save(self.model, self.options.output)
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        # timm does not remember all arguments that a model was made with.
+        config["model_args"] = {**config["model_args"], **self.options.model_args}
+        config["label_names"] = list(self.images.evaluation.class_names)
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def write(self) -> Comparison:
+        """Write what is known: metrics.json, report.html and the model card."""
+        from ltm.visual.card import write_card
+        from ltm.visual.report import write_report
+
+        comparison = self.comparison()
+        write_metrics(self.options.output, comparison.to_dict())
+        write_report(comparison, self.options.output, self.illustrations)
+        write_card(comparison, self.options.output, origin=self.options.origin)
+        return comparison
+
+    def comparison(self) -> Comparison:
+        """What is known so far."""
+        from ltm.api import report
+        from ltm.evaluation.environment import describe
+        from ltm.visual.comparison import Comparison, block_changes
+        from ltm.visual.curves import display_name
+
+        options = self.options
+        done = report(self.model) if options.method in self.models else None
+        share = 1.0 if done is None else done.share
+        used = self.__dict__.get("calibration_batch")
+        return Comparison(
+            title=f"{options.model} at {share:.2f} of its multiply-adds, by "
+            f"{display_name(options.method)}",
+            model=options.model,
+            weights=options.weights,
+            method=options.method,
+            ratio=options.config.ratio,
+            data=options.data,
+            num_calibration_images=0 if used is None else len(used),
+            finetune_epochs=options.finetune_epochs,
+            seed=options.seed,
+            command=options.command,
+            environment=describe(options.device),
+            networks=self.measured.networks(self.notes),
+            lead=self.measured.lead(options.method),
+            blocks=() if done is None else block_changes(self.model),
+            num_blocks=0 if done is None else done.num_blocks,
+            left_out=self.left_out,
+            interrupted=self.interrupted,
+        )

@@ -1,0 +1,310 @@
+"""`ltm compress` from end to end: its numbers against independent ones, bad input, Ctrl-C."""
+
+import inspect
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import create_transform
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import ltm
+from ltm.api import conversion_of
+from ltm.cli import main
+from ltm.cli.compress import command_line, compress
+from ltm.cli.partition import part_images
+from ltm.data.shapes import ShapesClassification
+
+NAME = "vit_tiny_patch16_224"
+ARGUMENTS: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 4,
+    "embed_dim": 24,
+    "depth": 3,
+    "num_heads": 3,
+}
+WORDS = ["--model", NAME, "--model-args", *(f"{k}={v}" for k, v in ARGUMENTS.items())]
+QUICK = ["--workers", "0", "--no-time", "--bottleneck-images", "0", "--pictures", "generated"]
+
+
+def make_model() -> nn.Module:
+    """A network of random weights whose predictions differ from image to image."""
+    torch.manual_seed(1)
+    model: Any = timm.create_model(NAME, num_classes=5, **ARGUMENTS).eval()
+    images = ShapesClassification("test", 20, 32, 5)
+    pixels = np.stack([np.asarray(images[index][0]) for index in range(20)])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+        scores = model(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1)
+        model.head.bias.sub_(scores.mean(0))
+        scale = 1 / (scores - scores.mean(0)).std(0)
+        model.head.weight.mul_(scale[:, None])
+        model.head.bias.mul_(scale)
+    return model
+
+
+def paint(folder: Path, split: str, per_class: int) -> None:
+    images = ShapesClassification(split, 5 * per_class, 40, 5)
+    for index in range(len(images)):
+        image, label = images[index]
+        path = (
+            folder / f"{label}-{images.class_names[label].replace(' ', '-')}" / f"{index:03d}.png"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images, split and not, and weights."""
+    folder = tmp_path_factory.mktemp("place")
+    paint(folder / "split" / "train", "train", 8)
+    paint(folder / "split" / "val", "val", 8)
+    paint(folder / "whole", "val", 24)
+    save_file(make_model().state_dict(), folder / "weights.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path) -> Path:
+    """The folder of one complete run."""
+    output = place / "finished"
+    options = ["--data", str(place / "split"), "--weights", str(place / "weights.safetensors")]
+    options += ["--compare", "tome,tofu,ltmp", "--ratio", "0.7", "--calibration-images", "40"]
+    options += ["--no-calibrate", "--time-batches", "1", "--bottleneck-images", "20"]
+    options += ["--workers", "0", "--batch-size", "16", "--output", str(output)]
+    assert main(["compress", *WORDS, *options]) == 0
+    return output
+
+
+def read(output: Path) -> dict[str, Any]:
+    return json.loads((output / "metrics.json").read_text(encoding="utf-8"))
+
+
+def predictions(model: nn.Module, folder: Path) -> Iterator[tuple[int, int]]:
+    """Predicted and true class of every image: timm's transform, one image at a time."""
+    transform: Any = create_transform((3, 32, 32), interpolation="bicubic", crop_pct=0.9,
+                                      mean=(0.5,) * 3, std=(0.5,) * 3)  # fmt: skip
+    for path in sorted(folder.rglob("*.png")):
+        with Image.open(path) as image, torch.no_grad():
+            scores = model(transform(image.convert("RGB"))[None])
+        yield int(scores.argmax()), int(path.parent.name[0])
+
+
+def test_the_numbers_are_those_of_a_plain_loop(finished: Path, place: Path) -> None:
+    networks = read(finished)["networks"]
+    assert list(networks) == ["base", "ltm", "tome", "tofu", "ltmp"]
+    models = {"base": make_model(), "ltm": ltm.load(finished), "tome": make_model()}
+    ltm.merge_tokens_(models["tome"], ltm.ToMe(ratio=0.7))
+    said = {name: list(predictions(model, place / "split/val")) for name, model in models.items()}
+    for name in models:
+        right = [guess == label for guess, label in said[name]]
+        same = [a == b for (a, _), (b, _) in zip(said[name], said["base"], strict=True)]
+        accuracy = networks[name]["accuracy"]
+        assert accuracy["num_images"] == len(right) == 40
+        assert accuracy["top1"] == pytest.approx(np.mean(right))
+        assert accuracy["agreement"] == pytest.approx(np.mean(same))
+    assert len({guess for guess, _ in said["base"]}) > 2, "a constant would agree with anything"
+    assert networks["ltm"]["accuracy"]["agreement"] < 1
+
+
+def test_multiply_adds_are_those_of_the_counter(finished: Path) -> None:
+    networks = read(finished)["networks"]
+    for name, model in (("base", make_model()), ("ltm", ltm.load(finished))):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.to("meta")(torch.empty(1, 3, 32, 32, device="meta"))
+        assert networks[name]["gmacs"] == pytest.approx(counter.get_total_flops() / 2e9)
+        if name == "base":
+            assert networks[name]["parameters"] == sum(p.numel() for p in model.parameters())
+    assert networks["ltm"]["share"] <= 0.7
+    assert networks["ltm"]["share"] == pytest.approx(
+        networks["ltm"]["gmacs"] / networks["base"]["gmacs"]
+    )
+    assert networks["ltmp"]["share"] == pytest.approx(0.7, abs=0.03)
+
+
+def test_a_run_leaves_a_model_a_card_and_a_report(finished: Path) -> None:
+    metrics = read(finished)
+    assert metrics["complete"]
+    assert metrics["num_calibration_images"] == 40  # for LTMP's thresholds
+    model = ltm.load(finished)
+    assert conversion_of(model).frozen
+    config = json.loads((finished / "config.json").read_text(encoding="utf-8"))
+    assert config["label_names"][1] == "1-plain-triangle"
+    assert [site["block"] for site in metrics["blocks"]] == [
+        site.block for site in conversion_of(model).sites if site.merges
+    ]
+    card = (finished / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlibrary_name: timm\n")
+    report = (finished / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?://|<script|src=\"(?!data:)", report)
+    assert "ltm compress" in report
+    assert str(metrics["environment"]["packages"]["torch"]) in report
+    assert len(re.findall(r"data:image/(png|gif|svg)", report)) >= 6
+    timings = metrics["networks"]["ltm"]["timings"]
+    assert [timing["batch_size"] for timing in timings] == [1]
+    sites = metrics["networks"]["ltm"]["bottleneck"]
+    assert all(site["loss"] <= site["bound"] - site["c0"] + 1e-6 for site in sites)
+    assert len(sites) == ARGUMENTS["depth"]
+
+
+def test_a_run_is_not_overwritten_unasked(
+    finished: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (finished / "metrics.json").read_text(encoding="utf-8")
+    data = ["--data", str(place / "split"), "--output", str(finished)]
+    assert main(["compress", *WORDS, *data]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (finished / "metrics.json").read_text(encoding="utf-8") == before
+
+
+def test_an_earlier_run_can_be_compressed_further(
+    finished: Path, tmp_path: Path, place: Path
+) -> None:
+    options = ["--run", str(finished), "--data", str(place / "split"), "--ratio", "0.6"]
+    assert main(["compress", *options, "--no-calibrate", *QUICK, "--output", str(tmp_path)]) == 0
+    before, after = (read(folder)["networks"] for folder in (finished, tmp_path))
+    assert after["ltm"]["share"] <= 0.6
+    assert after["base"]["accuracy"]["top1"] == before["base"]["accuracy"]["top1"]
+
+
+BAD = {
+    "missing folder": (["--data", "{place}/nowhere"], "no data at {place}/nowhere"),
+    "no classes": (["--data", "{place}/split/val/0-plain-disc"], "has no class folders"),
+    "corrupt weights": (["--weights", "{place}/corrupt.safetensors"], "cannot be read"),
+    "missing weights": (["--weights", "{place}/none.safetensors"], "there is no such file"),
+    "other classes": (["--data", "{place}/fewer"], "has 2 classes, but the model has 5"),
+    "no image": (["--data", "{place}/broken"], "broken/1-b/x.png"),
+    "read-only output": (["--output", "/proc/ltm-output"], "cannot be written to"),
+    "unknown method": (["--method", "tomee"], "method tomee is not known"),
+    "unknown peer": (["--compare", "tome,tofuu"], "method tofuu is not known"),
+    "impossible ratio": (["--ratio", "1.5"], "ratio: got 1.5"),
+    "no pictures": (["--pictures", "{place}/nothing.png"], "there is no such image"),
+    "no training split": (
+        ["--finetune-epochs", "1", "--calibration-images", "40"],
+        "{place}/whole has no training split",
+    ),
+    "no images to tune on": (["--finetune-epochs", "1"], "but it is switched off"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_2(
+    case: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "corrupt.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}garbage")
+    for name in ("a", "b"):
+        paint_one(place / "fewer" / name / "x.png")
+    for index in range(5):
+        paint_one(place / "broken" / f"{index}-{'ab'[index % 2]}" / "x.png")
+    (place / "broken" / "1-b" / "x.png").write_text("no image")
+    given, sentence = BAD[case]
+    given = [text.format(place=place) for text in given]
+    words = ["--data", str(place / "whole"), "--weights", str(place / "weights.safetensors")]
+    words += [
+        *QUICK,
+        "--no-calibrate",
+        "--calibration-images",
+        "0",
+        "--output",
+        str(tmp_path / "new"),
+    ]
+    assert main(["compress", *WORDS, *words, *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ltm compress: ")
+    assert sentence.format(place=place) in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def paint_one(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (40, 40), (200, 30, 30)).save(path)
+
+
+def test_ctrl_c_while_timing_keeps_the_rest(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ltm.evaluation.latency.race", stop)
+    assert interrupted_run(place, tmp_path, "--time-batches", "1") == 130
+    metrics = read(tmp_path)
+    assert metrics["interrupted"] == "timing"
+    assert metrics["networks"]["ltm"]["accuracy"]["num_images"] == 40
+    assert "Stopped during timing" in capsys.readouterr().out
+    assert "This run was stopped during timing" in (tmp_path / "report.html").read_text("utf-8")
+    assert ltm.load(tmp_path)
+
+
+def test_ctrl_c_while_evaluating_keeps_the_images_seen(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ltm.evaluation import accuracy
+
+    describe = accuracy._describe
+
+    def describe_and_stop(*args: Any) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(accuracy, "_describe", describe)
+        return describe(*args)
+
+    monkeypatch.setattr(accuracy, "_describe", describe_and_stop)
+    assert interrupted_run(place, tmp_path, "--no-time") == 130
+    metrics = read(tmp_path)
+    assert metrics["interrupted"] == "the evaluation"
+    assert not metrics["complete"]
+    assert metrics["networks"]["ltm"]["accuracy"]["num_images"] == 16
+    assert ltm.load(tmp_path)
+
+
+def interrupted_run(place: Path, output: Path, *options: str) -> Any:
+    words = ["--data", str(place / "split"), "--weights", str(place / "weights.safetensors")]
+    words += ["--no-calibrate", "--workers", "0", "--bottleneck-images", "0", "--batch-size", "16"]
+    with pytest.raises(SystemExit) as stop:
+        main(["compress", *WORDS, *words, *options, "--output", str(output)])
+    return stop.value.code
+
+
+def test_calibration_and_evaluation_share_no_image(place: Path) -> None:
+    parts = part_images(str(place / "whole"), split="val", images=None, calibration_images=500)
+    assert parts.calibration is not None
+    ours = {parts.evaluation.name(index) for index in range(len(parts.evaluation))}
+    theirs = {parts.calibration.name(index) for index in range(len(parts.calibration))}
+    assert not ours & theirs
+    assert (len(ours), len(theirs)) == (80, 40)
+    fewer = part_images(str(place / "whole"), split="val", images=10, calibration_images=500)
+    assert len(fewer.evaluation) == 10
+    assert {fewer.evaluation.name(index) for index in range(10)} <= ours
+    split = part_images(str(place / "split"), split="val", images=None, calibration_images=12)
+    assert split.calibration is not None
+    assert split.calibration.split == "train"
+    assert len(split.calibration) == 12
+    small = part_images(str(place / "split/val"), split="val", images=None, calibration_images=12)
+    assert small.calibration is None
+    assert "too few" in small.reason
+
+
+def test_the_command_line_repeats_the_run() -> None:
+    values: dict[str, Any] = {
+        name: parameter.default
+        for name, parameter in inspect.signature(compress).parameters.items()
+    }
+    values |= {"data": "my data", "time": False, "compare": ("tome", "tofu"), "overwrite": True}
+    assert command_line("compress", compress, values) == (
+        "ltm compress --data 'my data' --compare tome tofu --no-time"
+    )
