@@ -118,6 +118,9 @@ class LTMPMerger(Merger):
         k = self.site.num_prefix
         prefix = torch.arange(tokens.shape[1], device=tokens.device) < k
         moves, stays = moves.masked_fill(prefix, 0), stays.masked_fill(prefix, 1)
+        if k == 0:  # Something has to be left: the token that receives most attention.
+            strongest = attention.masked_fill(size <= 0, -1.0).argmax(dim=1, keepdim=True)
+            moves, stays = moves.scatter(1, strongest, 0.0), stays.scatter(1, strongest, 1.0)
         merge = MaskedMerge(partner=partner, moves=moves, stays=stays, size=size, num_prefix=k)
         if self.training:
             alive = (merge.sizes(size)[:, k:].clamp(max=1)).sum(1)
