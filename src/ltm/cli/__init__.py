@@ -18,6 +18,8 @@ COMMANDS = {
     "evaluate": "Measure accuracy, cost and information bottleneck, merged and untouched.",
     "detect": "Train, evaluate or use SSDLite, an object detector, on a token-merging backbone.",
     "segment": "Train, evaluate or use Mask R-CNN, boxes and masks, on a token-merging backbone.",
+    "export": "Write a model as ONNX, torch.export program or OpenVINO file, in float or int8.",
+    "predict": "Classify images, however many, by a saved model or an ONNX file.",
     "demo": "Train a small network on generated images and compress it with every method.",
 }
 

@@ -1,0 +1,143 @@
+"""What travels with an exported model: how images are prepared, what the classes are called."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from timm.data import ImageNetInfo
+from torch import nn
+
+from ltm.api import conversion_of, image_size_of, is_merging, token_counts
+from ltm.data.config import DataConfig
+from ltm.data.transforms import ImageSpec, image_spec
+
+_PREFIX = "ltm."
+_AS_MADE = DataConfig(source="images")
+"""No wishes of its own: images as the model expects them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInformation:
+    """All that a user of the file needs besides the file."""
+
+    model: str
+    """timm's name of the architecture."""
+    spec: ImageSpec
+    class_names: tuple[str, ...] | None = None
+    token_merging: Mapping[str, Any] | None = None
+    """The method's settings and the tokens after each site; None for an original network."""
+
+    def to_strings(self) -> dict[str, str]:
+        """The entries of a file's metadata, JSON each."""
+        entries = {
+            "model": self.model,
+            "preprocessing": dataclasses.asdict(self.spec),
+            "class_names": self.class_names,
+            "token_merging": self.token_merging,
+        }
+        return {
+            _PREFIX + name: json.dumps(value, default=str)
+            for name, value in entries.items()
+            if value is not None
+        }
+
+    @staticmethod
+    def from_strings(entries: Mapping[str, str]) -> ModelInformation:
+        """Read what `to_strings` wrote; a ValueError where it did not."""
+        try:
+            found = {
+                name.removeprefix(_PREFIX): json.loads(value)
+                for name, value in entries.items()
+                if name.startswith(_PREFIX)
+            }
+            stored: dict[str, Any] = found["preprocessing"]
+            for name in ("size", "mean", "std"):
+                stored[name] = tuple(stored[name])
+            spec = ImageSpec(**stored)
+            names = found.get("class_names")
+            return ModelInformation(
+                model=found["model"],
+                spec=spec,
+                class_names=None if names is None else tuple(names),
+                token_merging=found.get("token_merging"),
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                "it does not say how images are prepared: `ltm export` did not write it"
+            ) from error
+
+
+def describe(
+    model: nn.Module, *, class_names: Sequence[str] | None = None, spec: ImageSpec | None = None
+) -> ModelInformation:
+    """What is known about a model.
+
+    Class names are the given ones, or those that timm knows: from a hub's config, or of ImageNet
+    where the model was made for it. A converted model takes images of the size it was planned for.
+    """
+    known: Any = getattr(model, "pretrained_cfg", None) or {}
+    number = int(getattr(model, "num_classes", 0) or 0)
+    names = tuple(class_names) if class_names is not None else _known_names(known, number)
+    if names is not None and len(names) != number:
+        raise ValueError(f"class_names: got {len(names)} for a model of {number} classes.")
+    if spec is None:
+        spec = dataclasses.replace(image_spec(_AS_MADE, model), size=image_size_of(model))
+    return ModelInformation(
+        model=str(known.get("architecture") or type(model).__name__),
+        spec=spec,
+        class_names=names,
+        token_merging=_merging(model) if is_merging(model) else None,
+    )
+
+
+def read_class_names(path: Path) -> tuple[str, ...]:
+    """Names from a text file, one a line, or from the `label_names` of a config.json."""
+    if not path.is_file():
+        raise FileNotFoundError(f"class names are to come from {path}: there is no such file")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix.lower() != ".json":
+        return tuple(line.strip() for line in text.splitlines() if line.strip())
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+    names = found.get("label_names") if isinstance(found, dict) else found
+    if not isinstance(names, list):
+        raise ValueError(f"{path} holds no class names: a list, or an entry label_names, is needed")
+    return tuple(str(name) for name in names)
+
+
+def saved_class_names(run: Path) -> tuple[str, ...] | None:
+    """The class names in a saved model's folder, if it has any."""
+    config = run / "config.json"
+    if not config.is_file():
+        return None
+    names = json.loads(config.read_text(encoding="utf-8")).get("label_names")
+    return None if not names else tuple(str(name) for name in names)
+
+
+def _merging(model: nn.Module) -> dict[str, Any]:
+    done = conversion_of(model)
+    return {
+        **done.config.to_dict(),
+        "family": done.family,
+        "token_counts": token_counts(model),
+        "macs_share": done.macs_after / done.macs_before,
+        "frozen": done.frozen,
+    }
+
+
+def _known_names(known: Mapping[str, Any], number: int) -> tuple[str, ...] | None:
+    labels = known.get("label_names")
+    if labels and len(labels) == number:
+        descriptions = known.get("label_descriptions") or {}
+        return tuple(str(descriptions.get(label, label)) for label in labels)
+    if number == 1000 and known.get("num_classes") == 1000:
+        imagenet = ImageNetInfo("imagenet-1k")
+        return tuple(str(imagenet.index_to_description(index)) for index in range(number))
+    return None

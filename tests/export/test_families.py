@@ -1,0 +1,88 @@
+"""Every family, every method: what is exported says what the network says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import ltm
+from ltm.api import conversion_of
+from ltm.export.information import describe
+from ltm.export.job import Export
+from ltm.methods import MethodConfig
+from toys import pictures, toy
+
+METHODS: dict[str, MethodConfig] = {
+    "ltm": ltm.LTM(ratio=0.75),
+    "ltm_static": ltm.LTM(ratio=0.75, support="learned"),
+    "tome": ltm.ToMe(ratio=0.85),
+    "tofu": ltm.ToFu(ratio=0.85),
+    "ltmp": ltm.LTMP(ratio=0.85, merge_threshold=0.5, prune_threshold=0.02),
+}
+GRIDS = ("swin", "mobilevit", "efficientvit")
+# On grids LTM is static unless told otherwise.
+CASES = [("vit", method) for method in METHODS] + [
+    (family, method) for family in GRIDS for method in METHODS if method != "ltm_static"
+]
+QUICK = {("vit", "ltm"), ("vit", "ltm_static")}
+
+
+def network(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    if family == "vit":
+        return VisionTransformer(
+            img_size=48, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=10
+        )
+    if family == "swin":
+        return SwinTransformer(
+            img_size=112, embed_dim=16, depths=(2, 1), num_heads=(1, 2), num_classes=10
+        )
+    return toy(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_one_onnx_file_and_one_program_say_the_same_at_every_batch_size(
+    family: str, method: str, tmp_path: Path, unchecked_shapes: None
+) -> None:
+    images = pictures(family, 16)
+    size = (images.shape[-2], images.shape[-1])
+    model = network(family).eval()
+    ltm.merge_tokens_(model, METHODS[method], image_size=size)
+    with torch.no_grad():
+        before = model(images)
+    job = Export(model, tmp_path, describe(model))
+    files = job.write(("onnx", "program"), images)
+    assert [file.name for file in files] == ["model.pt2", "model.onnx"]
+    for file in files:
+        assert [row.batch_size for row in file.parity] == [1, 3, 16]
+        for row in file.parity:
+            assert row.max_relative_difference < 1e-4
+            assert row.agreement == 1
+    # The model itself is left as it was: not frozen, and in working order.
+    assert not conversion_of(model).frozen
+    with torch.no_grad():
+        assert torch.equal(model(images), before)
+        if method == "ltmp":
+            merged = ltm.merge_maps(model, images)
+            kept = {int((weights.sum(1) > 0).sum()) for weights in merged.values()}
+            assert len(kept) > 1, "thresholds that merge nothing would prove nothing"
+
+
+@pytest.mark.parametrize("method", [None, pytest.param("active", marks=pytest.mark.slow)])
+def test_originals_and_informative_weights_are_exported_too(
+    method: str | None, tmp_path: Path, unchecked_shapes: None
+) -> None:
+    images = pictures("vit", 16)
+    model = network("vit").eval()
+    if method is not None:
+        ltm.merge_tokens_(model, ltm.LTM(ratio=0.75))
+        ltm.collect_statistics_(model, [(images, torch.arange(16) % 10)])
+    job = Export(model, tmp_path, describe(model))
+    (file,) = job.write(("onnx",), images)
+    assert max(row.max_relative_difference for row in file.parity) < 1e-4
