@@ -78,7 +78,7 @@ def demo(
         network,
         parts,
         Options(
-            model=NETWORK,
+            model="A ViT of 6 blocks",
             weights=f"trained here, {epochs} epochs on {train_images} generated images",
             method="ltm",
             config=config,

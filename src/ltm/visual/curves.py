@@ -35,6 +35,8 @@ class Point:
     cost: float
     accuracy: float
     interval: tuple[float, float] | None = None
+    """95% interval of the accuracy."""
+    cost_interval: tuple[float, float] | None = None
 
 
 def display_name(method: str) -> str:
@@ -52,11 +54,11 @@ def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
         members = sorted(by_method[method], key=lambda point: point.cost)
         costs = [point.cost for point in members]
         shares = [100 * point.accuracy for point in members]
-        below, above = zip(*(_reach(point) for point in members), strict=True)
         axes.errorbar(
             costs,
             shares,
-            yerr=[below, above],
+            xerr=_reaches([_reach(point.cost, point.cost_interval) for point in members]),
+            yerr=_reaches([_reach(point.accuracy, point.interval, 100) for point in members]),
             color=colour,
             marker=marker,
             markersize=7,
@@ -144,9 +146,16 @@ def _styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {method: _STYLES.get(method) or next(others) for method in methods}
 
 
-def _reach(point: Point) -> tuple[float, float]:
-    low, high = point.interval or (point.accuracy, point.accuracy)
-    return 100 * (point.accuracy - low), 100 * (high - point.accuracy)
+def _reach(
+    value: float, interval: tuple[float, float] | None, scale: float = 1.0
+) -> tuple[float, float]:
+    """How far an interval reaches below and above a value."""
+    low, high = interval or (value, value)
+    return scale * (value - low), scale * (high - value)
+
+
+def _reaches(pairs: Sequence[tuple[float, float]]) -> list[list[float]]:
+    return [[max(0.0, pair[side]) for pair in pairs] for side in (0, 1)]
 
 
 def _canvas() -> tuple[Figure, Axes]:

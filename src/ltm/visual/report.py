@@ -153,28 +153,32 @@ def _against_macs(networks: Sequence[Network]) -> Illustration:
 
 
 def _against_time(networks: Sequence[Network], batch_size: int) -> Illustration:
+    """Times as shares of the original's, from rounds that ran both: a busy moment hits both."""
     points = [
-        _point(network, timing.milliseconds / batch_size)
+        _point(network, 1 / timing.speedup, (1 / high, 1 / low))
         for network in networks
         for timing in network.timings
-        if timing.batch_size == batch_size and timing.milliseconds is not None
+        if timing.batch_size == batch_size and timing.speedup
+        for low, high in [timing.speedup_interval or (timing.speedup, timing.speedup)]
     ]
+    unit = "of the original's time"
     return Illustration(
-        address=_vector(
-            accuracy_figure(points, f"milliseconds per image, batches of {batch_size}")
-        ),
-        alt=f"Top-1 against time at batch {batch_size}: {_spoken(points, 'ms per image')}.",
-        caption=f"Top-1 against measured time per image, in batches of {batch_size}.",
+        address=_vector(accuracy_figure(points, f"share {unit}, batches of {batch_size}")),
+        alt=f"Top-1 against time at batch {batch_size}: {_spoken(points, unit)}.",
+        caption=f"Top-1 against measured time, as a share {unit}, in batches of {batch_size}.",
     )
 
 
-def _point(network: Network, cost: float) -> Point:
+def _point(
+    network: Network, cost: float, cost_interval: tuple[float, float] | None = None
+) -> Point:
     assert network.accuracy is not None
     return Point(
         method=network.method,
         cost=cost,
         accuracy=network.accuracy.top1,
         interval=network.accuracy.top1_interval,
+        cost_interval=cost_interval,
     )
 
 
