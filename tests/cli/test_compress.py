@@ -23,6 +23,7 @@ import ltm
 from ltm.api import conversion_of
 from ltm.cli import main
 from ltm.cli.compress import command_line, compress
+from ltm.cli.measurements import mixed
 from ltm.cli.partition import part_images
 from ltm.data.shapes import ShapesClassification
 
@@ -297,6 +298,13 @@ def test_calibration_and_evaluation_share_no_image(place: Path) -> None:
     small = part_images(str(place / "split/val"), split="val", images=None, calibration_images=12)
     assert small.calibration is None
     assert "too few" in small.reason
+
+
+def test_the_images_seen_first_are_of_all_classes(place: Path) -> None:
+    parts = part_images(str(place / "whole"), split="val", images=None, calibration_images=0)
+    dataset = mixed(parts.evaluation)
+    assert sorted(dataset.labels.tolist()) == parts.evaluation.labels.tolist()
+    assert len(set(dataset.labels[:20].tolist())) == 5
 
 
 def test_the_command_line_repeats_the_run() -> None:
