@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,9 +18,10 @@ def measured_gmacs(model: nn.Module, images: Tensor) -> float:
 
     On models with fixed token counts this equals `ltm.gmacs`, which needs no images.
     """
-    weight = next(model.parameters())
-    images = images.to(weight.device, weight.dtype)
-    # Attention in plain products: the counter does not know every fused kernel.
+    # On the CPU, where merging adds tokens up: a GPU multiplies by zeros and ones, which is faster
+    # there but counts as products. Attention in plain products: not every fused kernel is known.
+    model = copy.deepcopy(model).cpu()
+    images = images.to("cpu", next(model.parameters()).dtype)
     with (
         evaluating(model),
         sdpa_kernel(SDPBackend.MATH),

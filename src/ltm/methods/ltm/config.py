@@ -17,6 +17,11 @@ Support = Literal["matching", "learned"]
 # Where merging hurts least on pretrained ViTs: nothing in the first quarter, most in the middle.
 PROFILE_DEPTH = (3 / 12, 5 / 12, 8 / 12)
 PROFILE_LEAVING = (0.12, 0.27, 0.39)
+# Below this share of MACs three sites would have to remove too much at once.
+FEW_SITES_DOWN_TO = 0.45
+MANY_DEPTH = (2 / 12, 3 / 12, 5 / 12, 7 / 12, 9 / 12)
+# Strong merging is best spread evenly: the profile gives way to equal shares between these ratios.
+PROFILE_DOWN_TO, EQUAL_FROM = 0.65, 0.55
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +136,20 @@ class LTM(MethodConfig):
     def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
         if self.support_on(grid=False) == "learned" or self.ratio is None:
             return tuple(range(num_blocks))
-        return tuple(sorted({round(depth * num_blocks) for depth in PROFILE_DEPTH}))
+        depths = PROFILE_DEPTH if self.ratio >= FEW_SITES_DOWN_TO else MANY_DEPTH
+        return tuple(sorted({round(depth * num_blocks) for depth in depths}))
 
     def spread(self, strength: float, num_in: int, sites: tuple[int, ...], depth: int) -> list[int]:
         if self.support_on(grid=False) == "learned":
             return constant_rate(strength, num_in, len(sites))
         idle = {site for site in sites if self.operator_at(site) == "none"}
-        shares = [0.0 if site in idle else _profile_share(site / depth) for site in sites]
+        even = (PROFILE_DOWN_TO - (self.ratio or 1.0)) / (PROFILE_DOWN_TO - EQUAL_FROM)
+        even = min(max(even, 0.0), 1.0)
+        mean = sum(PROFILE_LEAVING) / len(PROFILE_LEAVING)
+        shares = [
+            0.0 if site in idle else (1 - even) * _profile_share(site / depth) + even * mean
+            for site in sites
+        ]
         return weighted_rate(strength, num_in, shares)
 
 
