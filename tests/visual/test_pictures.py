@@ -10,6 +10,7 @@ from PIL import Image
 from torch import nn
 
 import ltm
+from ltm.core.schedule import Grid
 from ltm.methods import methods
 from ltm.visual.groups import film_bytes, layer_frames, merging_blocks
 from ltm.visual.heatmaps import choose_target, groups_figure, maps_at, rescale, weights_figure
@@ -105,17 +106,26 @@ def test_a_film_has_a_frame_per_merging_block_and_one_before(
     assert film.n_frames == len(merging_blocks(traces)) + 1 == 5
 
 
+_SWIN = {"img_size": 112, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2)}
+
+
 @pytest.mark.parametrize(
-    ("name", "size"), [("efficientvit_b0", {}), ("swin_tiny_patch4_window7_224", {"img_size": 112})]
+    ("name", "arguments", "side", "method", "grid"),
+    [
+        ("efficientvit_b0", {}, 160, "ltm", (10, 10)),
+        ("swin_tiny_patch4_window7_224", _SWIN, 112, "ltm", (28, 28)),
+        ("swin_tiny_patch4_window7_224", _SWIN, 112, "tome", (28, 28)),
+    ],
 )
-def test_grid_networks_can_be_drawn_too(name: str, size: dict[str, Any], scenes: Scenes) -> None:
+def test_grid_networks_can_be_drawn_too(
+    name: str, arguments: dict[str, Any], side: int, method: str, grid: Grid, scenes: Scenes
+) -> None:
     import timm
 
-    model = timm.create_model(name, num_classes=3, **size)
-    side = size.get("img_size", 160)
-    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6), side)
+    model = timm.create_model(name, num_classes=3, **arguments)
+    ltm.merge_tokens_(model, methods()[method](per_block=0.6), side)
     site = trace(model, torch.randn(1, 3, side, side))[0]
-    assert site.group_grid(0).shape == site.grid
+    assert site.group_grid(0).shape == site.grid == grid
     painted = paint_groups(enlarge(scenes.pixels[0]), site.group_grid(0))
     assert painted.shape == enlarge(scenes.pixels[0]).shape
 

@@ -5,6 +5,7 @@ Letters: b images, n patches at the start of a block's stage, p tokens after the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,10 +58,21 @@ def trace(model: nn.Module, images: Tensor) -> list[SiteMap]:
     """Run images through a converted model; one map per block that merges, in order."""
     grids = {site.block: site.grid for site in conversion_of(model).sites}
     maps = merge_maps(model, images)
+    size = (images.shape[-2], images.shape[-1])
     return [
-        SiteMap(block=block, grid=grids[block], weights=weights)
+        SiteMap(block=block, grid=_grid(weights.shape[1], grids[block], size), weights=weights)
         for block, weights in sorted(maps.items())
     ]
+
+
+def _grid(num_patches: int, planned: Grid, image_size: tuple[int, int]) -> Grid:
+    """The grid of patches: the planned one, or what suits the image where that is a window's."""
+    if planned[0] * planned[1] == num_patches:
+        return planned
+    wanted = math.sqrt(num_patches * image_size[0] / image_size[1])
+    divisors = [side for side in range(1, num_patches + 1) if num_patches % side == 0]
+    height = min(divisors, key=lambda side: abs(side - wanted))
+    return height, num_patches // height
 
 
 def at_block(maps: Sequence[SiteMap], block: int, grid: Grid, num_images: int) -> SiteMap:
