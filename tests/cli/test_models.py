@@ -185,6 +185,10 @@ def test_methods_become_configs() -> None:
     assert method_config("ltm-static", 0.7) == static
     config = method_config("ltm:per_block=0.9,sites=3+5,keep_norm=False,mask_form=letter", 0.7)
     assert config == ltm.LTM(per_block=0.9, sites=(3, 5), keep_norm=False, mask_form="letter")
+    assert method_config("ltm:sites=4", 0.7) == ltm.LTM(ratio=0.7, sites=(4,))
+    assert method_config("ltm:counts=9,sites=4") == ltm.LTM(counts=(9,), sites=(4,))
+    assert method_config("tome:counts=9+8") == ltm.ToMe(counts=(9, 8))
+    assert method_config("ltm:counts=7x7+5x6") == ltm.LTM(counts=((7, 7), (5, 6)))
     assert method_config("tofu", 0.7, switch=0.25) == ltm.ToFu(ratio=0.7, switch=0.25)
 
 

@@ -12,9 +12,9 @@ from ltm.core.clustering import image_features
 from ltm.evaluation.bottleneck import measure_bottleneck, overall, watchable
 
 METHODS = {
-    "tome": ltm.ToMe(ratio=0.85),
-    "ltmp": ltm.LTMP(ratio=0.85, merge_threshold=0.2),
-    "ltm": ltm.LTM(ratio=0.85),
+    "tome": ltm.ToMe(counts=(13, 11, 9)),
+    "ltmp": ltm.LTMP(counts=(13, 11, 9), merge_threshold=0.2),
+    "ltm": ltm.LTM(counts=(10,), sites=(1,)),
 }
 
 

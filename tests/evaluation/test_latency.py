@@ -79,7 +79,7 @@ def test_one_that_fails_does_not_stop_the_others() -> None:
 
 def test_a_race_leaves_the_networks_alone() -> None:
     model = small_vit()
-    ltm.merge_tokens_(model, ltm.ToMe(ratio=0.9))
+    ltm.merge_tokens_(model, ltm.ToMe(counts=(13, 11, 9)))
     before = copy.deepcopy(model.state_dict())
     for scope in ("model", "training"):
         conditions = Conditions(**QUICK, batch_size=2, dtype="bf16", scope=scope)
@@ -161,13 +161,13 @@ def test_onnxruntime_says_what_torch_says(unchecked_shapes: None) -> None:
 
 def test_measured_macs_are_those_of_the_counter() -> None:
     images = torch.randn(2, 3, 64, 64)
-    for config in (None, ltm.ToMe(ratio=0.9), ltm.LTM(ratio=0.9)):
+    for config in (None, ltm.ToMe(counts=(13, 11, 9)), ltm.LTM(counts=(10,), sites=(1,))):
         model = small_vit()
         if config is not None:
             ltm.merge_tokens_(model, config)
         assert measured_gmacs(model, images) == pytest.approx(ltm.gmacs(model))
     model = small_vit()
-    ltm.merge_tokens_(model, ltm.LTMP(ratio=0.9, merge_threshold=1.1))
+    ltm.merge_tokens_(model, ltm.LTMP(counts=(13, 11, 9), merge_threshold=1.1))
     nothing_left = measured_gmacs(model, images)
     for merger in (module for name, module in model.named_modules() if name.endswith("merger")):
         merger.get_parameter("merge_threshold").data.fill_(-1.1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ def load_model(
         raise ValueError("pretrained and weights: give one of them, not both")
     if run is not None:
         host = None if model is None else _create(model, _arguments(model_args, num_classes))
+        if host is not None:
+            _resize_(host, image_size)
         return _load_run(run, host)
     if model is None:
         raise ValueError("model: give a timm name with --model, or a saved run with --run")
@@ -218,14 +221,18 @@ def method_config(text: str, ratio: float | None = None, **settings: Any) -> Met
     `ratio` holds unless the settings say how much to merge. `ltm-static` and `ltm-uniform` are
     short for LTM with a static mask, and with size weights only.
     """
-    from ltm.methods import methods
-    from ltm.methods.base import config_from_dict
+    from ltm.methods import config_from_dict, methods
 
     name, _, options = ALIASES.get(text, text).partition(":")
     if name not in methods():
         known = ", ".join([*methods(), *ALIASES])
         raise ValueError(f"method {text} is not known: choose from {known}")
     found = dict(_setting(name, option) for option in options.split(",") if option)
+    lists = {field.name for field in fields(methods()[name]) if "tuple" in str(field.type)}
+    found = {
+        key: (value,) if key in lists and not isinstance(value, tuple) else value
+        for key, value in found.items()
+    }
     values = {**settings, **found}
     if not {"ratio", "per_block", "counts"} & set(values):
         values["ratio"] = ratio
@@ -233,12 +240,19 @@ def method_config(text: str, ratio: float | None = None, **settings: Any) -> Met
 
 
 def _setting(owner: str, text: str) -> tuple[str, Any]:
+    """Read `name=value`; `3+5+8` is several values, `7x7` a pair."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{owner}: {text!r} is no setting; write name=value")
-    if "+" in value:
-        return name, tuple(int(part) for part in value.split("+"))
+    values = tuple(_value(part) for part in value.split("+"))
+    return name, values if len(values) > 1 else values[0]
+
+
+def _value(text: str) -> Any:
+    sides = text.split("x")
+    if len(sides) == 2 and all(side.isdecimal() for side in sides):
+        return int(sides[0]), int(sides[1])
     try:
-        return name, ast.literal_eval(value)
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return name, value
+        return text
