@@ -132,6 +132,16 @@ def test_bad_input_is_one_sentence_and_2(
     assert error.count("\n") == 1
 
 
+def test_a_bad_annotation_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_coco_folder(ShapesDetection("train", 2, 48, 2, empty_ratio=0.0), tmp_path)
+    coco = read(folder / "instances.json")
+    del coco["annotations"][0]["category_id"]
+    (folder / "instances.json").write_text(json.dumps(coco))
+    call = ["detect", "train", "--data", str(folder), "--output", str(tmp_path / "run")]
+    assert main(call) == 2
+    assert "annotation 1: category_id is missing" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_detector_of_the_other_task_is_refused(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

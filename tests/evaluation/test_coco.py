@@ -1,6 +1,7 @@
 """COCO's averages: equal to pycocotools' on the same detections, and every edge handled."""
 
 import contextlib
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ltm.data.detection import open_detection
 from ltm.data.masks import parse_counts
 from ltm.evaluation.coco import (
     CocoScores,
@@ -236,3 +238,47 @@ def test_truth_without_masks_has_no_mask_scores() -> None:
     assert coco_scores(truth, results, "bbox").ap > 0
     with pytest.raises(ValueError, match="annotation 3: segmentation is missing"):
         coco_scores(truth, results, "segm")
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
+def test_the_benchmarks_own_scores_are_the_same(kind: Any) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "detection_ap.py"
+    if not path.is_file():
+        pytest.skip("the benchmarks are not part of an installed package")
+    spec = importlib.util.spec_from_file_location("detection_ap", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    truth, results = scene(1)
+    ours, theirs = coco_scores(truth, results, kind), module.average_precision(truth, results, kind)
+    assert theirs["ap"] == pytest.approx(ours.ap, abs=1e-6)
+    assert theirs["ap50"] == pytest.approx(ours.ap50, abs=1e-6)
+    assert theirs["ap75"] == pytest.approx(ours.ap75, abs=1e-6)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
+def test_scores_equal_those_of_pycocotools_on_photographs(kind: Any, real_data: Path) -> None:
+    archive = real_data / "coco-128.zip"
+    if not archive.is_file():
+        pytest.skip("no real data: coco-128.zip is absent")
+    dataset = open_detection(archive, masks=kind == "segm")
+    truth = dataset.coco_dict()
+    assert sum(item["iscrowd"] for item in truth["annotations"]) == 13
+    rng = np.random.default_rng(0)
+    results: list[dict[str, Any]] = []
+    for index in range(len(dataset)):
+        target = dataset[index][1]
+        prediction = {
+            "boxes": target["boxes"] + torch.from_numpy(rng.normal(0, 4, target["boxes"].shape)),
+            "labels": target["labels"],
+            "scores": torch.from_numpy(rng.random(len(target["labels"]))),
+        }
+        if kind == "segm":
+            shift = int(rng.integers(0, 6))
+            prediction["masks"] = target["masks"].roll(shift, -1)
+        results += coco_results(int(target["image_id"]), prediction, dataset.category_ids)
+    ours = as_list(coco_scores(truth, results, kind))
+    assert 0.2 < ours[0] < 1
+    assert ours == pytest.approx(pycocotools_scores(truth, results, kind), abs=1e-6)
