@@ -1,6 +1,6 @@
 """Time the forms of a merge against the dense one, interleaved: cost follows the form, not n x p.
 
-    python benchmarks/merge_forms.py --output results/merge_forms.json
+python benchmarks/merge_forms.py --output results/merge_forms.json
 """
 
 from __future__ import annotations
