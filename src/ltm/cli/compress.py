@@ -33,6 +33,7 @@ def compress(
     compare: tuple[str, ...] = (),
     calibrate: bool = True,
     calibration_images: int = 256,
+    calibration_trials: int = 100,
     finetune_epochs: int = 0,
     time: bool = True,
     time_batches: tuple[int, ...] = (1, 8),
@@ -72,6 +73,7 @@ def compress(
         compare: other methods to measure beside it, such as tome,tofu,ltmp.
         calibrate: choose the schedule on unlabelled images, where the network and the data allow.
         calibration_images: how many; none of them is evaluated. 0 sets none aside.
+        calibration_trials: schedules to try; Ctrl-C keeps the best so far.
         finetune_epochs: train the mask modules on the training split for so many epochs.
         time: measure latency.
         time_batches: batch sizes to time.
@@ -139,6 +141,7 @@ def compress(
             device=where,
             compare=peers,
             calibrate=calibrate,
+            calibration_trials=calibration_trials,
             finetune_epochs=finetune_epochs,
             time_batches=time_batches if time else (),
             bottleneck_images=bottleneck_images,

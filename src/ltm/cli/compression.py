@@ -47,6 +47,7 @@ class Options:
     device: torch.device
     compare: tuple[str, ...] = ()
     calibrate: bool = True
+    calibration_trials: int = 100
     finetune_epochs: int = 0
     time_batches: tuple[int, ...] = (1, 8)
     bottleneck_images: int = 1000
@@ -75,6 +76,8 @@ class Compression:
         self.notes: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.illustrations: list[Illustration] = []
+        self.calibration: dict[str, Any] | None = None
+        self.stopped = False
         self.interrupted = ""
 
     @property
@@ -106,7 +109,7 @@ class Compression:
         try:
             for doing, stage in self._stages():
                 stage()
-                if self.measured.interrupted:
+                if self.stopped or self.measured.interrupted:
                     self.interrupted = doing
                     return
         except KeyboardInterrupt:
@@ -149,7 +152,27 @@ class Compression:
         return model
 
     def calibrate(self) -> None:
-        """Choose a schedule on unlabelled images."""
+        """Choose the schedule on unlabelled images; where that cannot be done, say why."""
+        from ltm.cli.scheduling import choose_schedule, why_not_calibrated
+
+        options = self.options
+        reason = why_not_calibrated(self.model, self.images)
+        if reason:
+            self.say(f"The default schedule is kept: {reason}")
+            return
+        self.say(f"Calibrating on {len(self.calibration_batch):,} images, without their labels")
+        found = choose_schedule(
+            self.models[BASE],
+            self.calibration_batch,
+            options.config,
+            trials=options.calibration_trials,
+            seed=options.seed,
+        )
+        self.calibration = found.to_dict()
+        self.notes[options.method] = f"calibrated on {found.num_images} images"
+        self.models[options.method] = self._converted(found.config)
+        self.save()
+        self.stopped = found.interrupted
 
     def finetune(self) -> None:
         """Train the mask modules."""
@@ -251,6 +274,7 @@ class Compression:
             ratio=options.config.ratio,
             data=options.data,
             num_calibration_images=0 if used is None else len(used),
+            calibration=self.calibration,
             finetune_epochs=options.finetune_epochs,
             seed=options.seed,
             command=options.command,

@@ -73,7 +73,7 @@ def demo(
 
     data = f"shapes:classes=10,size=64,images={train_images},val_images={images},seed={seed}"
     network = trained_network(data, epochs, seed, output / "network")
-    parts = part_images(data, split="val", images=None, calibration_images=256)
+    parts = part_images(data, split="val", images=None, calibration_images=128)
     job = Compression(
         network,
         parts,
@@ -87,6 +87,7 @@ def demo(
             command=command,
             device=torch.device("cpu"),
             compare=("tome", "tofu", "ltmp"),
+            calibration_trials=60,
             time_batches=(1, 32) if time else (),
             workers=0,
             seed=seed,

@@ -1,0 +1,67 @@
+"""Choosing a schedule on unlabelled images, within another command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ltm.cli.partition import Partition
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ltm.calibration import CalibrationResult
+    from ltm.methods import MethodConfig
+
+
+def why_not_calibrated(model: nn.Module, images: Partition) -> str:
+    """What keeps a converted model's schedule from being chosen on images; empty for nothing."""
+    from ltm.api import conversion_of
+    from ltm.methods import LTM
+
+    done = conversion_of(model)
+    if not isinstance(done.config, LTM) or done.family != "vit":
+        return f"calibration is for LTM on ViTs, and this is {done.config.name} on {done.family}"
+    if done.config.support_on(grid=False) != "matching":
+        return "a learned support has no schedule to calibrate"
+    if done.config.ratio in (None, 1) or done.config.sites is not None:
+        return "it was given"
+    if images.calibration is None:
+        return f"there are no images to calibrate on, as {images.reason}"
+    return ""
+
+
+def choose_schedule(
+    model: nn.Module, images: Tensor, config: MethodConfig, *, trials: int, seed: int
+) -> CalibrationResult:
+    """The schedule that stays closest to the original; Ctrl-C keeps the best so far."""
+    from ltm.calibration import calibrate
+    from ltm.calibration.calibrate import Settings
+    from ltm.methods import LTM
+
+    assert isinstance(config, LTM)
+    assert config.ratio is not None
+    with counting("calibration") as step:
+        return calibrate(
+            model,
+            images,
+            budget=config.ratio,
+            config=config,
+            settings=Settings(num_trials=trials, seed=seed),
+            progress=lambda _: step(),
+        )
+
+
+@contextmanager
+def counting(description: str) -> Iterator[Callable[[], None]]:
+    """Show how many steps are done, on a terminal; how many there will be is not known."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed} trials"))
+    hidden = not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=hidden) as bar:
+        task = bar.add_task(description, total=None)
+        yield lambda: bar.advance(task)
