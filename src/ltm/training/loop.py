@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
 from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -33,7 +32,7 @@ from ltm.training.optimisation import (
     effective_lr,
     make_optimizer,
 )
-from ltm.training.processes import average_running_statistics_, total_over_processes
+from ltm.training.processes import Fabric, average_running_statistics_, total_over_processes
 from ltm.training.progress import Bar, bar
 from ltm.training.statistics import (
     forget_sums_,

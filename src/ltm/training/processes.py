@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ltm.adapters.base import MergingMixin
 from ltm.training.config import RunSettings
+
+if TYPE_CHECKING or find_spec("lightning") is not None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+else:  # pytorch-lightning brings the same under another name
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric import Fabric
 from rich.console import Console
 from torch import nn
 
@@ -25,7 +24,7 @@ from ltm.training.logs import RunLog, write_json
 from ltm.training.loop import Loaders, Trainer
 from ltm.training.lora import without_lora
 from ltm.training.models import build_model, convert_, count_parameters, method_config, save_plain
-from ltm.training.processes import first_alone, make_fabric, synchronised
+from ltm.training.processes import Fabric, first_alone, make_fabric, synchronised
 from ltm.training.state import restore_, save_state
 from ltm.training.statistics import FirstBatches
 from ltm.training.tuning import choose_trainable_

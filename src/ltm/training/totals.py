@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor
 
 from ltm.training.objective import Losses
-from ltm.training.processes import total_over_processes
+from ltm.training.processes import Fabric, total_over_processes
 
 
 class Totals:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from ltm.api import Record, is_merging, watching
@@ -17,7 +16,7 @@ from ltm.core.clustering import image_features
 from ltm.core.cost import evaluating
 from ltm.data.loading import Batch
 from ltm.methods.base import token_size
-from ltm.training.processes import in_step, total_over_processes
+from ltm.training.processes import Fabric, in_step, total_over_processes
 
 BOTTLENECK_IMAGES = 2000
 """Images, of the first process, on which the bottleneck is measured while training."""
