@@ -66,7 +66,11 @@ def load_model(
             raise ValueError(
                 f"model {model} has no weights yet: give --pretrained or --weights FILE"
             )
-        built = _create(model, _arguments(model_args, num_classes), pretrained=pretrained)
+        arguments = _arguments(model_args, num_classes)
+        resized = None
+        if image_size is not None and not pretrained:
+            resized = _create_resized(model, arguments, image_size)
+        built = resized or _create(model, arguments, pretrained=pretrained)
     _resize_(built, image_size)
     return built.eval()
 
@@ -244,8 +248,8 @@ def _setting(owner: str, text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{owner}: {text!r} is no setting; write name=value")
-    values = tuple(_value(part) for part in value.split("+"))
-    return name, values if len(values) > 1 else values[0]
+    values = [_value(part) for part in value.split("+")]
+    return name, tuple(values) if len(values) > 1 else values[0]
 
 
 def _value(text: str) -> Any:
