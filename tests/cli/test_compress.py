@@ -182,6 +182,33 @@ def test_an_earlier_run_can_be_compressed_further(
     assert after["base"]["accuracy"]["top1"] == before["base"]["accuracy"]["top1"]
 
 
+def test_a_schedule_is_calibrated_on_images_set_aside(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", str(place / "whole"), "--weights", str(place / "weights.safetensors")]
+    options += ["--calibration-trials", "2", *QUICK, "--output", str(tmp_path)]
+    assert main(["compress", *WORDS, *options]) == 0
+    assert "Calibrating on 40 images, without their labels" in capsys.readouterr().out
+    metrics = read(tmp_path)
+    assert metrics["num_calibration_images"] == metrics["calibration"]["num_images"] == 40
+    assert metrics["networks"]["ltm"]["accuracy"]["num_images"] == 80
+    assert metrics["networks"]["ltm"]["share"] <= 0.7
+    found = metrics["calibration"]["config"]
+    assert [site["block"] for site in metrics["blocks"]] == found["sites"]
+    assert ltm.token_counts(ltm.load(tmp_path)) == found["counts"]
+    assert "calibrated on 40 images" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_calibrated_keeps_its_schedule_and_says_so(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", str(place / "split/val"), "--weights", str(place / "weights.safetensors")]
+    assert main(["compress", *WORDS, *options, *QUICK, "--output", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "The default schedule is kept: there are no images to calibrate on" in said
+    assert read(tmp_path)["calibration"] is None
+
+
 BAD = {
     "missing folder": (["--data", "{place}/nowhere"], "no data at {place}/nowhere"),
     "no classes": (["--data", "{place}/split/val/0-plain-disc"], "has no class folders"),
