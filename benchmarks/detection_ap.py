@@ -89,10 +89,12 @@ def _overlaps(
         areas, truth_areas = one[:, 2:].prod(-1), other[:, 2:].prod(-1)
     else:
         one, other = (
-            np.stack([_mask(e, size).ravel() for e in entries]).astype(np.float64)
+            np.stack([_mask(e, size).ravel() for e in entries]).astype(np.float32)
             for entries in (found, truths)
         )
-        both, areas, truth_areas = one @ other.T, one.sum(1), other.sum(1)
+        # Whole numbers below 2^24, so exact; what is divided is in double precision.
+        both = (one @ other.T).astype(np.float64)
+        areas, truth_areas = one.sum(1, dtype=np.float64), other.sum(1, dtype=np.float64)
     # In a crowd, only the detection's own area counts.
     whole = np.where(crowd, areas[:, None], areas[:, None] + truth_areas - both)
     return both / np.maximum(whole, 1e-9)

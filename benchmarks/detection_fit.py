@@ -51,13 +51,13 @@ def fit(
     say: Say,
     look: Callable[[], object] | None = None,
 ) -> Fit:
-    """Train a detector; `look` is called at each quarter of the run but the last."""
+    """Train a detector; `look` is called at half of the run."""
     device = next(model.parameters()).device
     optimizer = _optimizer(model, recipe)
     generator = torch.Generator().manual_seed(recipe.seed)
     order: list[int] = []
     curve: list[list[Tensor]] = [[] for _ in range(20)]
-    start, looked, lost, step = time.perf_counter(), 0, 0.0, 0
+    start, looked, lost, step = time.perf_counter(), False, 0.0, 0
     model.train()
     while True:
         done = _progress(recipe, step, time.perf_counter() - start - lost)
@@ -77,8 +77,8 @@ def fit(
             say(f"  step {step}: loss {float(loss):.4f}, {step / spent:.2f} steps/s, {done:.0%}")
             if not math.isfinite(float(loss)):
                 raise ValueError(f"the loss is {float(loss)} at step {step}")
-        if look is not None and int(4 * done) > looked:
-            looked = int(4 * done)
+        if look is not None and done >= 0.5 and not looked:
+            looked = True
             before = time.perf_counter()
             look()
             model.train()

@@ -91,14 +91,14 @@ class Study:
         side = self.options.side or 320
         pictures = read_coco(self._coco(), self.device, masks=False, size=side)
         config = self._ssdlite(pictures, side, LTM(ratio=self.options.ratio))
-        recipe = Recipe(self.options.lr or 1.5e-3, self.options.batch or 32, **self._long(240))
+        recipe = Recipe(self.options.lr or 1.5e-3, self.options.batch or 32, **self._long(180))
         self._overfit(config, pictures, recipe, masks=False)
 
     def coco_mask_rcnn(self) -> None:
         side = self.options.side or 480
         pictures = read_coco(self._coco(), self.device, masks=True, size=None)
         config = self._mask_rcnn(pictures, side, LTM(ratio=self.options.ratio), 4 * side // 3)
-        recipe = Recipe(self.options.lr or 5e-4, self.options.batch or 8, **self._long(240))
+        recipe = Recipe(self.options.lr or 8e-4, self.options.batch or 8, **self._long(270))
         self._overfit(config, pictures, recipe, masks=True)
 
     def shapes_ssdlite(self) -> None:
@@ -129,20 +129,17 @@ class Study:
         model = self._build(config, 0)
         resized = isinstance(config, SSDLiteConfig)
 
-        def look() -> list[dict[str, Any]]:
+        def look(masks: bool = False) -> list[dict[str, Any]]:
             results = find(model, pictures, batch_size=32 if resized else 1, resized=resized)
-            found = score(pictures, results, masks=masks)
-            self.say(f"  {text_of(found)}")
-            looks.append(found)
+            looks.append(score(pictures, results, masks=masks))
+            self.say(f"  {text_of(looks[-1])}")
             return results
 
         looks: list[dict[str, Any]] = []
         done = fit(model, pictures, recipe, self.say, look)
-        results = look()
-        self.rows.append(
-            {"backbone": config.backbone, "seed": 0, **self._row("ltm", model, done, looks[-1])}
-        )
-        self.rows[-1]["quarters"] = looks
+        results = look(masks)
+        row = self._row("ltm", model, done, looks[-1])
+        self.rows.append({"backbone": config.backbone, "seed": 0, **row, "halves": looks})
         write_results(self.output / f"{self.part}_predictions.json", results)
         reached = looks[-1]["box"]["ap50"]
         verdict = "above" if reached > 0.5 else "NOT above"
@@ -272,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ratio", type=float, default=0.7, help="share of the backbone's MACs")
     parser.add_argument("--variants", nargs="+", help="shapes: original, ltm, ltm_as_is")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="shapes: one run each")
-    parser.add_argument("--seconds", type=float, help="training time of a run (240; shapes 80)")
+    parser.add_argument("--seconds", type=float, help="training time of a run (180, 270, 80, 80)")
     parser.add_argument("--steps", type=int, help="training steps of a run, instead of seconds")
     for name, kind in (("--lr", float), ("--batch", int), ("--device", str)):
         parser.add_argument(name, type=kind)

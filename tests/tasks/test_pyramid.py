@@ -1,10 +1,12 @@
 """Networks as pyramids: the promised channels and strides, whatever the image."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ltm
@@ -97,7 +99,7 @@ def test_a_converted_classifier_gives_the_maps_of_features_only(name: str, resto
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_a_folder_of_a_converted_model_is_a_backbone(tmp_path) -> None:
+def test_a_folder_of_a_converted_model_is_a_backbone(tmp_path: Path) -> None:
     model = timm.create_model("efficientvit_b0", num_classes=3)
     ltm.merge_tokens_(model, MERGING, image_size=64)
     ltm.save(model.eval(), tmp_path)
@@ -109,7 +111,7 @@ def test_a_folder_of_a_converted_model_is_a_backbone(tmp_path) -> None:
         build_pyramid(str(tmp_path), image_size=(64, 64), merging=MERGING)
 
 
-def test_a_file_of_weights_is_loaded(tmp_path) -> None:
+def test_a_file_of_weights_is_loaded(tmp_path: Path) -> None:
     torch.manual_seed(1)
     donor = timm.create_model("mobilevit_xxs").eval()
     path = tmp_path / "weights.pth"
@@ -121,6 +123,23 @@ def test_a_file_of_weights_is_loaded(tmp_path) -> None:
     )
     with pytest.raises(FileNotFoundError, match="there is no file"):
         build_pyramid("mobilevit_xxs", image_size=(64, 64), weights=str(tmp_path / "none.pth"))
+
+
+@pytest.mark.real
+def test_real_weights_of_a_vit_are_loaded(real_data: Path) -> None:
+    file = real_data / "vit_tiny_patch16_224.fp16.safetensors"
+    if not file.is_file():
+        pytest.skip(f"no real data: {file.name} is absent")
+    whole: Any = timm.create_model("vit_tiny_patch16_224").eval()
+    whole.load_state_dict({name: value.float() for name, value in load_file(file).items()})
+    pyramid = build_pyramid(
+        "vit_tiny_patch16_224", (16, 32), image_size=(224, 224), weights=str(file)
+    ).eval()
+    images = torch.rand(1, 3, 224, 224)
+    with torch.no_grad():
+        expected = whole.forward_intermediates(images, indices=1, intermediates_only=True)[0]
+        found = pyramid.network(images)[-1]
+    assert torch.allclose(found, expected, atol=1e-3)
 
 
 def test_a_converted_classifier_keeps_its_class_statistics() -> None:

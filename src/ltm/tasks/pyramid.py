@@ -158,7 +158,7 @@ def build_pyramid(
     if weights is not None:
         if not Path(weights).is_file():
             raise FileNotFoundError(f"weights: there is no file {weights}")
-        arguments["pretrained_cfg_overlay"] = {"file": str(weights)}
+        arguments["pretrained_cfg_overlay"] = {"file": str(weights), "custom_load": False}
     network = timm.create_model(
         backbone,
         features_only=True,
