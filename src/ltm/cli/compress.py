@@ -207,6 +207,7 @@ def command_line(name: str, command: Callable[..., object], values: Mapping[str,
 
 def show(comparison: Comparison) -> None:
     """Print the table and what it says."""
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
@@ -216,14 +217,15 @@ def show(comparison: Comparison) -> None:
     # A file or a pipe has no width: tables there are as wide as they need.
     console = Console() if sys.stdout.isatty() else Console(width=200)
     header, *rows = table_of(comparison)
-    table = Table(title=comparison.title, title_justify="left")
+    console.print(comparison.title, markup=False, highlight=False)
+    table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
     for index, column in enumerate(header):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*row)
     console.print(table)
     for sentence in verdicts(comparison):
-        console.print(f"- {sentence}", highlight=False)
+        console.print(f"- {sentence}", markup=False, highlight=False)
 
 
 def _origin_of_weights(pretrained: bool, weights: Path | None, run: Path | None) -> str:

@@ -82,18 +82,24 @@ def render_report(comparison: Comparison, pictures: Sequence[Illustration] = ())
 
 
 def table_of(comparison: Comparison) -> list[list[str]]:
-    """The headline table as text, its header first; columns that nobody fills are left out."""
+    """The main columns as short text, the header first; columns that nobody fills are left out."""
     batches = _batch_sizes(comparison)
-    table = [
-        ["network", "top-1", "against original", "agreement", "MACs (share)", "params"]
-        + [f"batch of {batch}" for batch in batches]
-    ]
+    table = [["network", "top-1", "against original", "agreement", "GMACs", "share"]]
+    table[0] += [f"batch {batch}" for batch in batches]
     for network in comparison.networks:
         row = _row(network, comparison, batches)
-        cells = (row.name, row.top1, row.difference, row.agreement, row.macs, row.parameters)
-        table.append([*cells, *row.speeds])
+        cells = [row.name, row.top1.partition(" ")[0], row.difference, row.agreement]
+        cells += [f"{network.gmacs:.3f}", f"{network.share:.2f}"]
+        table.append(cells + [_factor(network.timings, batch) for batch in batches])
     filled = [index for index in range(len(table[0])) if any(row[index] for row in table[1:])]
     return [[row[index] for index in filled] for row in table]
+
+
+def _factor(timings: Sequence[Timing], batch_size: int) -> str:
+    for timing in timings:
+        if timing.batch_size == batch_size and timing.speedup:
+            return "no gain" if timing.verdict == "no gain here" else f"{timing.speedup:.2f}x"
+    return ""
 
 
 @cache
