@@ -1,5 +1,6 @@
 """Every family, every method: what is exported says what the network says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,14 @@ def network(family: str) -> nn.Module:
         return SwinTransformer(
             img_size=112, embed_dim=16, depths=(2, 1), num_heads=(1, 2), num_classes=10
         )
-    return toy(family)
+    model = toy(family)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0
+    with torch.no_grad():
+        # Untrained, the activations fade away, all tokens are alike, and any of them may match.
+        model.train()(torch.randn(16, 3, *pictures(family).shape[-2:]))
+    return model
 
 
 @pytest.mark.parametrize(
@@ -52,8 +60,10 @@ def test_one_onnx_file_and_one_program_say_the_same_at_every_batch_size(
 ) -> None:
     images = pictures(family, 16)
     size = (images.shape[-2], images.shape[-1])
-    model = network(family).eval()
-    ltm.merge_tokens_(model, METHODS[method], image_size=size)
+    model, config = network(family).eval(), METHODS[method]
+    if (family, method) == ("swin", "ltmp"):
+        config = replace(config, ratio=0.98)  # Its windows leave little to save.
+    ltm.merge_tokens_(model, config, image_size=size)
     with torch.no_grad():
         before = model(images)
     job = Export(model, tmp_path, describe(model))

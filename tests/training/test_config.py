@@ -106,6 +106,20 @@ def test_settings_are_light_to_import() -> None:
     assert done.returncode == 0
 
 
+def test_the_most_exact_budget_goes_first(tiny: Callable[..., Settings]) -> None:
+    from ltm.training.models import method_config
+
+    def budget(**merge: Any) -> tuple[Any, ...]:
+        config = method_config(tiny(merge={"ratio": 0.7, "method_options": []} | merge).merge)
+        assert config is not None
+        return config.ratio, config.per_block, config.counts
+
+    assert budget() == (0.7, None, None)
+    assert budget(per_block=0.8) == (None, 0.8, None)
+    assert budget(per_block=0.8, method_options=["counts=[3,2]"]) == (None, None, (3, 2))
+    assert method_config(tiny(merge={"method": "none"}).merge) is None
+
+
 def test_clean_labels_decide_where_statistics_come_from(tiny: Callable[..., Settings]) -> None:
     assert tiny().statistics_from_epoch
     assert not tiny(augment={"mixup": 0.8}).statistics_from_epoch

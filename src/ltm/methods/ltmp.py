@@ -10,6 +10,7 @@ Letters: b images, t tokens with their prefix, d features of the metric.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +53,8 @@ class MaskedMerge(Merge):
     stays: Float[Tensor, "b t"]
     """Zero where a token is pruned."""
     size: Float[Tensor, "b t"]
+    heir: Int[Tensor, "b t"]
+    """Each token's most similar one that is left: where a token is restored from that is gone."""
 
     @property
     def num_in(self) -> int:
@@ -72,11 +75,17 @@ class MaskedMerge(Merge):
         merged = self._add(x * size.to(x.dtype)) / total.clamp_min(1e-6).to(x.dtype)
         return torch.where(total > 0, merged, x)
 
+    def places(self) -> tuple[Int[Tensor, "b t"], Bool[Tensor, "b t"]]:
+        """Where each token went, and whether it is part of what is there."""
+        alive = self.sizes(self.size) > 0
+        itself = torch.arange(alive.shape[1], device=alive.device)
+        place = torch.where(self.moves > 0.5, self.partner, itself)
+        counted = alive.gather(1, place)
+        return torch.where(counted, place, self.heir), counted
+
     def restore(self, y: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
-        source = torch.where(
-            self.moves > 0.5, self.partner, torch.arange(y.shape[1], device=y.device)
-        )
-        return y.gather(1, source[..., None].expand(-1, -1, y.shape[-1]))
+        place, _ = self.places()
+        return y.gather(1, place[..., None].expand(-1, -1, y.shape[-1]))
 
     def weights(self) -> Float[Tensor, "b n p"]:
         k = self.num_prefix
@@ -111,7 +120,8 @@ class LTMPMerger(Merger):
         places = hints.carry
         if places is None:
             places = torch.arange(tokens.shape[1], device=tokens.device).expand(size.shape)
-        similarity, partner = self._partners(tokens, hints, places, size)
+        scores = self._similarities(tokens, hints)
+        similarity, partner = self._partners(scores, places, size)
         moves = self._gate(similarity, self.merge_threshold) * (size > 0)
         attention = size if hints.attention is None else hints.attention
         stays = self._gate(attention, self.prune_threshold, inclusive=True)
@@ -121,7 +131,13 @@ class LTMPMerger(Merger):
         if k == 0:  # Something has to be left: the token that receives most attention.
             strongest = attention.masked_fill(size <= 0, -1.0).argmax(dim=1, keepdim=True)
             moves, stays = moves.scatter(1, strongest, 0.0), stays.scatter(1, strongest, 1.0)
-        merge = MaskedMerge(partner=partner, moves=moves, stays=stays, size=size, num_prefix=k)
+        merge = MaskedMerge(
+            partner=partner, moves=moves, stays=stays, size=size, heir=partner, num_prefix=k
+        )
+        left = (merge.sizes(size) > 0)[:, None, :]
+        # Prefix tokens inherit only where nothing else is left.
+        heir = scores.masked_fill(prefix, -2.0).masked_fill(~left, -3.0).argmax(dim=-1)
+        merge = dataclasses.replace(merge, heir=heir)
         if self.training:
             alive = (merge.sizes(size)[:, k:].clamp(max=1)).sum(1)
             self.kept = (alive / self.site.grid[0] / self.site.grid[1]).mean()
@@ -129,16 +145,18 @@ class LTMPMerger(Merger):
             return Decision(merge=merge, carry=places)
         return _compact(merge, places)
 
+    def _similarities(self, tokens: Tensor, hints: Hints) -> Float[Tensor, "b t t"]:
+        metric = tokens if hints.keys is None else hints.keys
+        unit = torch.nn.functional.normalize(metric.float(), dim=-1)
+        return unit @ unit.mT
+
     def _partners(
-        self, tokens: Tensor, hints: Hints, places: Int[Tensor, "b t"], size: Tensor
+        self, scores: Float[Tensor, "b t t"], places: Int[Tensor, "b t"], size: Tensor
     ) -> tuple[Float[Tensor, "b t"], Int[Tensor, "b t"]]:
         """Each even token's most similar odd token.
 
         Sides go by the original place, so that removing tokens and masking them decide alike.
         """
-        metric = tokens if hints.keys is None else hints.keys
-        unit = torch.nn.functional.normalize(metric.float(), dim=-1)
-        scores = unit @ unit.mT
         alive, prefix = size > 0, places < self.site.num_prefix
         first = alive & ~prefix & (places % 2 == 0)
         second = alive & ~prefix & (places % 2 == 1)
@@ -153,26 +171,23 @@ class LTMPMerger(Merger):
 
     def _planned(self, tokens: Tensor, hints: Hints) -> Decision:
         k = self.site.num_prefix
+        self._similarities(tokens, hints)  # The matching of all tokens that evaluation does.
         metric = tokens if hints.keys is None else hints.keys
-        unit = torch.nn.functional.normalize(metric.float(), dim=-1)
-        _ = unit @ unit.mT  # The matching of all tokens that evaluation does.
         match = match_most_similar(metric, tokens.shape[1] - k - hints.num_out, num_prefix=k)
         return Decision(merge=merge_in_order(match, token_size(tokens, hints)))
 
 
 def _compact(merge: MaskedMerge, places: Int[Tensor, "b t"]) -> Decision:
     """Remove what has size zero; shorter images are padded by tokens of size zero."""
-    size = merge.sizes(merge.size)
-    alive: Bool[Tensor, "b t"] = size > 0
+    alive: Bool[Tensor, "b t"] = merge.sizes(merge.size) > 0
     longest = int(alive.sum(dim=1).max())
     order = torch.argsort((~alive).to(torch.int8), dim=1, stable=True)
     rank = torch.argsort(order, dim=1)
-    itself = torch.arange(rank.shape[1], device=rank.device)
-    destination = torch.where(merge.moves > 0.5, merge.partner, itself)
-    # A token whose destination is gone is gone itself; it has to point somewhere all the same.
-    weight = merge.size * alive.gather(1, destination)
-    assignment = rank.gather(1, destination).clamp(max=longest - 1)
+    place, counted = merge.places()
     compact = MatchedMerge(
-        assignment=assignment, weight=weight, num_places=longest, num_prefix=merge.num_prefix
+        assignment=rank.gather(1, place),
+        weight=merge.size * counted,
+        num_places=longest,
+        num_prefix=merge.num_prefix,
     )
     return Decision(merge=compact, carry=places.gather(1, order[:, :longest]))

@@ -38,7 +38,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeSettings:
-    """How tokens are merged; one of `ratio` and `per_block` says how much."""
+    """How tokens are merged; `counts` among the options go before per_block, that before ratio."""
 
     method: Literal["ltm", "ltmp", "tome", "tofu", "none"] = "ltm"
     """Method, or none to train the network as it is."""

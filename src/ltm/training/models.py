@@ -57,8 +57,11 @@ def method_config(settings: MergeSettings) -> MethodConfig | None:
     if settings.method == "none":
         return None
     options = named_values("method_options", settings.method_options)
-    budget = {"ratio": settings.ratio, "per_block": settings.per_block}
-    return config_from_dict({"method": settings.method, **budget, **options})
+    # The most exact goes first: recipes have a ratio, and need not be told to drop it.
+    if "counts" not in options:
+        ratio = settings.ratio if settings.per_block is None else None
+        options = {"ratio": ratio, "per_block": settings.per_block, **options}
+    return config_from_dict({"method": settings.method, **options})
 
 
 def make_timm_model(settings: Settings, num_classes: int) -> nn.Module:

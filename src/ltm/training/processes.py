@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from ltm.adapters.base import MergingMixin
 from ltm.training.config import RunSettings
@@ -55,7 +57,9 @@ def _strategy(settings: RunSettings, num_processes: int) -> Any:
         return "auto"
     # Mask modules get no gradient while nothing merges, or before there are class statistics.
     # Buffers: class statistics are equal anyway, and running statistics are averaged by us.
-    return DDPStrategy(find_unused_parameters=True, broadcast_buffers=False)
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DDPStrategy(find_unused_parameters=True, **{buffers: False})  # type: ignore[arg-type]
 
 
 def shard_(model: nn.Module, mesh: Any) -> nn.Module:

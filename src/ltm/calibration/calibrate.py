@@ -1,0 +1,253 @@
+"""The search for a schedule, from a network and unlabelled images to a plain config."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from ltm.adapters import select_adapter
+from ltm.adapters.planning import Planner
+from ltm.api import conversion_of, image_size_of, is_merging, unmerge_tokens_
+from ltm.calibration.costs import CountedCost, SequenceCost
+from ltm.calibration.grids import Frame, GridSpace, Point, probe_grids
+from ltm.calibration.latency import Clock, within_milliseconds
+from ltm.calibration.result import CalibrationResult
+from ltm.calibration.schedules import Schedule, Setting, config_of, unscheduled
+from ltm.calibration.search import Progress, Search, Space
+from ltm.calibration.sensitivity import Sensitivity
+from ltm.calibration.sequences import SequenceSpace, Variant, probe_blocks
+from ltm.calibration.settings import Settings, check_budget, check_images
+from ltm.calibration.trials import Trials
+from ltm.methods.ltm import LTM
+
+
+def calibrate(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    budget: float | None = None,
+    budget_ms: float | None = None,
+    config: LTM | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    settings: Settings | None = None,
+    progress: Progress = lambda _: None,
+) -> CalibrationResult:
+    """Find the schedule that keeps a network's outputs closest to what they are without merging.
+
+    The network itself is not changed: give the result's `config` to `merge_tokens_`.
+
+    Args:
+        model: a network that `merge_tokens_` takes, merging already or not.
+        images: `b c h w`, normalised as the network expects; a few hundred, without labels.
+        budget: share of the original's multiply-adds, the mask modules included.
+        budget_ms: instead, milliseconds that a batch of `settings.time_batch` may take on the
+            model's device, as the frozen network does.
+        config: everything that is not searched, such as the weights; by default `LTM()`.
+        image_size: by default the model's own.
+        settings: how to search.
+        progress: called after every trial. KeyboardInterrupt, from here or from the keyboard,
+            ends the search and keeps the best so far.
+    """
+    settings = settings or Settings()
+    if (budget is None) == (budget_ms is None):
+        raise ValueError("budget and budget_ms: give one of them.")
+    if budget is not None:
+        check_budget(budget)
+    check_images(images, image_size_of(model, image_size))
+    calibration = Calibration(model, images, config, settings, progress)
+    if budget is not None:
+        return calibration.within(budget)
+    assert budget_ms is not None
+    clock = Clock(calibration.model, images[: settings.time_batch], mode=settings.time_mode)
+    return within_milliseconds(
+        calibration.within,
+        calibration.sketch,
+        clock,
+        original=clock.original,
+        budget_ms=budget_ms,
+        floor=calibration.floor,
+    )
+
+
+class Calibration:
+    """One network on one set of images: `within` a budget, as often as needed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        config: LTM | None,
+        settings: Settings,
+        progress: Progress,
+    ) -> None:
+        self.settings = settings
+        self.size = (images.shape[-2], images.shape[-1])
+        self.config = config or _own_config(model)
+        self.model = _original(model)
+        self.adapter = select_adapter(self.model)
+        device = next(self.model.parameters()).device
+        batch_size = settings.batch_size or (64 if device.type == "cpu" else 256)
+        self.trials = Trials(
+            self.model,
+            self.adapter,
+            images,
+            self.config,
+            batch_size=batch_size,
+            memory_bytes=settings.memory_bytes,
+        )
+        self.on_sequence = _is_sequence(self.trials.planner)
+        kind = SequenceCost if self.on_sequence else CountedCost
+        self.cost = kind(self.trials.planner, self.config)
+        self.search = Search(self.trials, self.cost, seed=settings.seed, progress=progress)
+
+    def within(self, budget: float) -> CalibrationResult:
+        """The best schedule within a share of the multiply-adds."""
+        if budget == 1:
+            return self._result((), budget)
+        if budget < self.floor:
+            raise ValueError(
+                f"budget: got {budget}; merging tokens cannot bring this network below "
+                f"{self.floor:.3f} of its multiply-adds."
+            )
+        uncalibrated, interrupted = None, False
+        self.search.forget()
+        try:
+            for schedule in self._uncalibrated(budget):
+                self.search.consider(schedule, "start")
+                uncalibrated = self.search.divergence
+            space = self._space(budget)
+            for schedule in space.starts():
+                self.search.consider(schedule, "start")
+            self.search.refine(space, self.settings.num_trials)
+        except KeyboardInterrupt:
+            if self.search.best is None:
+                raise
+            interrupted = True
+        assert self.search.best is not None
+        return self._result(
+            self.search.best, budget, uncalibrated=uncalibrated, interrupted=interrupted
+        )
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """The token counts of a sequence to choose from."""
+        assert isinstance(self.cost, SequenceCost)
+        return token_levels(self.cost.num_in, self.cost.num_prefix, self.settings.multiple)
+
+    @cached_property
+    def frame(self) -> Frame:
+        """The grids to choose from."""
+        return Frame.of(self.trials.planner.layout)
+
+    @cached_property
+    def floor(self) -> float:
+        """The smallest share that merging reaches at all."""
+        if self.on_sequence:
+            return self.cost((Setting(0, self.levels[0]),))
+        return self.cost(self.frame.schedule({0: (1, 1)}))
+
+    def sketch(self, budget: float) -> LTM | None:
+        """A plausible config within a budget, without trying any."""
+        starts = self._space(budget).starts()
+        return config_of(starts[0], self.config) if starts else None
+
+    def _uncalibrated(self, budget: float) -> list[Schedule]:
+        """What `LTM(ratio=budget)` does, if it can."""
+        config = unscheduled(self.config, ratio=budget)
+        try:
+            plan = Planner(self.model, self.adapter, config, self.size).plan()
+        except ValueError:
+            return []
+        schedule = tuple(
+            Setting(
+                site.block,
+                site.grid_out or site.num_out,
+                config.operator_at(site.block),
+                config.protection,
+            )
+            for site in plan.sites
+            if site.merges
+        )
+        return [schedule]
+
+    def _space(self, budget: float) -> Space:
+        if not self.on_sequence:
+            return GridSpace(self.cost, budget, frame=self.frame, points=self._points)
+        sensitivity, variants = self._sensitivity
+        assert isinstance(self.cost, SequenceCost)
+        return SequenceSpace(
+            self.cost,
+            budget,
+            levels=self.levels,
+            num_sites=self.settings.num_sites,
+            sensitivity=sensitivity,
+            variants=variants,
+        )
+
+    @cached_property
+    def _sensitivity(self) -> tuple[Sensitivity, dict[int, dict[Variant, float]]]:
+        assert isinstance(self.cost, SequenceCost)
+        return probe_blocks(self.search, self.cost.num_in, self.cost.depth)
+
+    @cached_property
+    def _points(self) -> dict[int, list[Point]]:
+        return probe_grids(self.search, self.frame)
+
+    def _result(
+        self,
+        schedule: Schedule,
+        budget: float,
+        *,
+        uncalibrated: float | None = None,
+        interrupted: bool = False,
+    ) -> CalibrationResult:
+        config = config_of(schedule, self.config)
+        plan = Planner(self.model, self.adapter, config, self.size).plan()
+        share = plan.macs_after / plan.macs_before
+        if share > budget + 1e-9:
+            raise AssertionError(f"budget: {share} of the multiply-adds, {budget} allowed.")
+        return CalibrationResult(
+            config=config,
+            divergence=self.search.divergence if schedule else 0.0,
+            uncalibrated=uncalibrated,
+            measure=self.trials.divergence.__name__.replace("_", " "),
+            share=share,
+            budget=budget,
+            num_images=self.trials.num_images,
+            history=tuple(self.search.history),
+            interrupted=interrupted,
+        )
+
+
+def token_levels(num_in: int, num_prefix: int, multiple: int | None) -> list[int]:
+    """The token counts, prefix excluded, that suit the hardware."""
+    if multiple is None:
+        multiple = 8 if num_in >= 64 else 1
+    return [n for n in range(1, num_in) if (n + num_prefix) % multiple == 0]
+
+
+def _is_sequence(planner: Planner) -> bool:
+    if planner.keeps_grid:
+        return False
+    if planner.layout.entry is not None:
+        raise ValueError(
+            "config: matching on a grid network has no schedule to search; leave support out."
+        )
+    return True
+
+
+def _own_config(model: nn.Module) -> LTM:
+    own = conversion_of(model).config if is_merging(model) else None
+    return own if isinstance(own, LTM) else LTM()
+
+
+def _original(model: nn.Module) -> nn.Module:
+    """A copy that merges nothing."""
+    original = copy.deepcopy(model)
+    if is_merging(original):
+        unmerge_tokens_(original)
+    if hasattr(original, "set_grad_checkpointing"):
+        original.set_grad_checkpointing(False)  # pyright: ignore[reportCallIssue]
+    return original.eval()

@@ -1,0 +1,76 @@
+"""What a calibration leaves behind: a plain config, and how it was found."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ltm.calibration.schedules import Schedule
+from ltm.methods.ltm import LTM
+
+Phase = Literal["sensitivity", "start", "refinement"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One schedule that was tried."""
+
+    phase: Phase
+    schedule: Schedule
+    share: float
+    """Of the original's multiply-adds, the mask modules included."""
+    divergence: float
+    """From the original's outputs, a mean over the images that were looked at."""
+    num_images: int
+    """A schedule that is clearly worse than the best is not tried on all of them."""
+    is_best: bool = False
+    """Whether it was the best so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationResult:
+    """The schedule that stays closest to the original within the budget. Print it."""
+
+    config: LTM
+    """Give it to `merge_tokens_`, save it, use it on other copies of the network."""
+    divergence: float
+    """Mean divergence from the original's outputs: KL in nats, or one less cosine of features."""
+    uncalibrated: float | None
+    """The same of `LTM(ratio=...)`, which knows no images."""
+    measure: str
+    share: float
+    budget: float
+    """The share that was allowed; measured milliseconds translate to one."""
+    num_images: int
+    history: tuple[Trial, ...]
+    interrupted: bool = False
+    milliseconds: float | None = None
+    """Per batch, where the budget was a time."""
+
+    def __str__(self) -> str:
+        sites = zip(self.config.sites or (), self.config.counts or (), strict=True)
+        before = "" if self.uncalibrated is None else f" (uncalibrated {self.uncalibrated:.4f})"
+        time = "" if self.milliseconds is None else f", {self.milliseconds:.2f} ms a batch"
+        headline = (
+            f"{self.share:.3f} of the multiply-adds{time}: {self.measure} {self.divergence:.4f}"
+            f"{before} on {self.num_images} images, {len(self.history)} trials"
+        )
+        lines = [f"  block {block:>2}: {self._tokens(block, count)}" for block, count in sites]
+        return "\n".join([headline, *lines])
+
+    def _tokens(self, block: int, count: Any) -> str:
+        if isinstance(count, tuple):
+            return f"{count[0]} x {count[1]} tokens"
+        operator, protection = self.config.operator_at(block), self.config.protection_at(block)
+        protected = f", protection {protection:g}" if protection else ""
+        return f"{count} tokens, {operator}{protected}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the history."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("config", "history")
+        }
+        return {**values, "num_trials": len(self.history), "config": self.config.to_dict()}

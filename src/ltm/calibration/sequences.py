@@ -1,0 +1,213 @@
+"""Schedules of sequence networks (ViT): sites, token counts, operators, protections."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from ltm.calibration.costs import SequenceCost
+from ltm.calibration.schedules import Schedule, Setting
+from ltm.calibration.search import Search
+from ltm.calibration.sensitivity import LEAVING, Programme, Sensitivity
+from ltm.methods.ltm.matching import Operator
+
+Variant = tuple[Operator, float]
+"""How a site merges: operator and protection."""
+
+PLAIN: Variant = ("norm", 1.0)
+VARIANTS: tuple[Variant, ...] = (
+    PLAIN,
+    ("norm", 0.0),
+    ("norm", 0.5),
+    ("norm", 2.0),
+    ("merge", 1.0),
+    ("prune_redundant", 1.0),
+    ("prune_unimportant", 0.0),
+)
+
+HOPELESS = 1.0
+"""A divergence beyond which a block is not asked to give up still more tokens."""
+
+_PROBE = 0.25
+"""The share of tokens whose leaving tells the variants of a block apart."""
+
+_WORTH_TRYING = 1.5
+"""Variants that did worse than the best by more than this factor are left out."""
+
+
+def probe_blocks(
+    search: Search, num_in: int, depth: int
+) -> tuple[Sensitivity, dict[int, dict[Variant, float]]]:
+    """Ask every block what it minds: by how many tokens leave, and by how they do."""
+    curves: dict[int, list[tuple[int, float]]] = {}
+    variants: dict[int, dict[Variant, float]] = {}
+    for block in range(depth):
+        curves[block] = []
+        for share in LEAVING:
+            leaving = max(1, min(num_in - 1, round(share * num_in)))
+            divergence = search.probe((_setting(block, num_in - leaving, PLAIN),))
+            curves[block].append((leaving, divergence))
+            if divergence > HOPELESS:
+                break
+        count = num_in - max(1, round(_PROBE * num_in))
+        plain = dict(curves[block]).get(num_in - count, curves[block][-1][1])
+        variants[block] = {PLAIN: plain}
+        for variant in VARIANTS[1:]:
+            variants[block][variant] = search.probe((_setting(block, count, variant),))
+    return Sensitivity(num_in, curves), variants
+
+
+class SequenceSpace:
+    """Schedules of at most so many sites whose counts are among some levels."""
+
+    def __init__(
+        self,
+        cost: SequenceCost,
+        budget: float,
+        *,
+        levels: Sequence[int],
+        num_sites: int,
+        sensitivity: Sensitivity,
+        variants: Mapping[int, Mapping[Variant, float]],
+    ) -> None:
+        self.cost, self.budget, self.num_sites = cost, budget, num_sites
+        self.levels = sorted(level for level in levels if level < cost.num_in)
+        self.sensitivity, self.variants = sensitivity, variants
+
+    def floor(self) -> float:
+        """The smallest share that any schedule here has."""
+        return self.cost((_setting(0, self.levels[0], PLAIN),))
+
+    def starts(self) -> list[Schedule]:
+        """What the sensitivities suggest, for each number of sites."""
+        programme = Programme(self.sensitivity, self.cost, self.levels, self.num_sites)
+        found = [
+            programme.best(self.budget, num_sites) for num_sites in range(self.num_sites, 0, -1)
+        ]
+        return [self._fitted(schedule) or schedule for schedule in found if schedule]
+
+    def neighbours(self, schedule: Schedule) -> Iterator[Schedule]:
+        """Move tokens from site to site, move, add or drop a site, or merge another way."""
+        found = dict.fromkeys(
+            (*self._shifts(schedule), *self._moves(schedule), *self._swaps(schedule))
+        )
+        found.pop(schedule, None)
+        yield from sorted(found, key=self.expected)
+
+    def expected(self, schedule: Schedule) -> float:
+        """The divergence that the sensitivities add up to."""
+        total, before = 0.0, self.cost.num_in
+        for setting in schedule:
+            assert isinstance(setting.count, int)
+            step = self.sensitivity.step(setting.block, before, setting.count)
+            known = self.variants[setting.block]
+            variant = (setting.operator, setting.protection)
+            total += step * (known[variant] + 1e-9) / (known[PLAIN] + 1e-9)
+            before = setting.count
+        return total
+
+    def nearest(self, schedule: Schedule) -> Schedule | None:
+        """A schedule of this space close to one that is not: counts on levels, within budget."""
+        sites: list[Setting] = []
+        for setting in schedule:
+            below = [s for s in self.levels if not sites or s < _count(sites[-1])]
+            if below:
+                level = min(below, key=lambda n: abs(n - _count(setting)))
+                sites.append(dataclasses.replace(setting, count=level))
+        return self._fitted(tuple(sites))
+
+    def _shifts(self, schedule: Schedule) -> Iterator[Schedule]:
+        """One site leaves more or fewer tokens, another makes up for it."""
+        for index, setting in enumerate(schedule):
+            place = self.levels.index(_count(setting))
+            for step in (-4, -2, -1, 1, 2, 4):
+                if not 0 <= place + step < len(self.levels):
+                    continue
+                changed = _replaced(schedule, index, count=self.levels[place + step])
+                for other in range(len(schedule)):
+                    fitted = self._fit(changed, other) if other != index else None
+                    if fitted is not None:
+                        yield fitted
+
+    def _moves(self, schedule: Schedule) -> Iterator[Schedule]:
+        """A site moves by a block or two, appears or disappears; the best-placed one adapts."""
+        taken = {setting.block for setting in schedule}
+        candidates: list[Schedule] = []
+        for index, setting in enumerate(schedule):
+            candidates += [
+                _replaced(schedule, index, block=block)
+                for block in range(setting.block - 2, setting.block + 3)
+                if block in self.variants and block not in taken
+            ]
+            candidates.append((*schedule[:index], *schedule[index + 1 :]))
+        if len(schedule) < self.num_sites:
+            candidates += [
+                added
+                for block in self.variants
+                if block not in taken and (added := self._added(schedule, block)) is not None
+            ]
+        for candidate in candidates:
+            fitted = self._fitted(tuple(sorted(candidate, key=lambda s: s.block)))
+            if fitted is not None:
+                yield fitted
+
+    def _added(self, schedule: Schedule, block: int) -> Schedule | None:
+        """One site more, half way between its neighbours."""
+        before = [_count(s) for s in schedule if s.block < block]
+        after = [_count(s) for s in schedule if s.block > block]
+        most, least = min(before, default=self.cost.num_in), max(after, default=0)
+        between = [level for level in self.levels if least < level < most]
+        if not between:
+            return None
+        return (*schedule, _setting(block, between[len(between) // 2], PLAIN))
+
+    def _swaps(self, schedule: Schedule) -> Iterator[Schedule]:
+        """A site merges another way, if that is any good there."""
+        for index, setting in enumerate(schedule):
+            known = self.variants[setting.block]
+            limit = _WORTH_TRYING * min(known.values()) + 1e-9
+            for (operator, protection), divergence in known.items():
+                if divergence <= limit:
+                    changed = _replaced(schedule, index, operator=operator, protection=protection)
+                    fitted = self._fit(changed, index)
+                    if fitted is not None:
+                        yield fitted
+
+    def _fitted(self, schedule: Schedule) -> Schedule | None:
+        """Let the site that is best for it make up for what is left of the budget, or missing."""
+        fits = [self._fit(schedule, index) for index in range(len(schedule))]
+        return min((fit for fit in fits if fit is not None), key=self.expected, default=None)
+
+    def _fit(self, schedule: Schedule, index: int) -> Schedule | None:
+        """Let one site keep as many tokens as the budget allows."""
+        counts = [self.cost.num_in, *(_count(setting) for setting in schedule), 0]
+        low, high = counts[index + 2], counts[index]
+        allowed = [level for level in self.levels if low < level < high]
+        others = [*counts[1 : index + 1], *counts[index + 2 : -1]]
+        if any(later >= earlier for earlier, later in itertools.pairwise(others)):
+            return None
+        fits: Schedule | None = None
+        first, last = 0, len(allowed) - 1
+        while first <= last:
+            middle = (first + last) // 2
+            candidate = _replaced(schedule, index, count=allowed[middle])
+            if self.cost(candidate) <= self.budget:
+                fits, first = candidate, middle + 1
+            else:
+                last = middle - 1
+        return fits
+
+
+def _setting(block: int, count: int, variant: Variant) -> Setting:
+    return Setting(block, count, *variant)
+
+
+def _count(setting: Setting) -> int:
+    assert isinstance(setting.count, int)
+    return setting.count
+
+
+def _replaced(schedule: Schedule, index: int, **changes: object) -> Schedule:
+    changed = dataclasses.replace(schedule[index], **changes)  # pyright: ignore[reportArgumentType]
+    return (*schedule[:index], changed, *schedule[index + 1 :])
