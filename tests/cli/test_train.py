@@ -18,6 +18,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_from_scratch_then_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     options = ["--method", "none", "--epochs", "1", "--output", str(base)]

@@ -47,7 +47,14 @@ def spread_adapters_(model: nn.Module) -> None:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "vit",
+        "swin",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mobilevit", "efficientvit")),
+    ],
+)
 def test_before_and_after_conversion_and_folded_are_the_same(family: str) -> None:
     plain, size = build(family)
     images = torch.randn(2, 3, size, size)

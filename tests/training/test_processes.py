@@ -29,6 +29,7 @@ def last(folder: Path) -> Checkpoint:
     return found
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_never_interrupted(
     tiny: Tiny, tiny_file: TinyFile, tmp_path: Path, quiet: Console
 ) -> None:
