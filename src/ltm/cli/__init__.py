@@ -20,7 +20,6 @@ COMMANDS = {
     "segment": "Train, evaluate or use Mask R-CNN, boxes and masks, on a token-merging backbone.",
     "export": "Write a model as ONNX, torch.export program or OpenVINO file, in float or int8.",
     "predict": "Classify images, however many, by a saved model or an ONNX file.",
-    "serve": "Show merging in a browser.",
     "demo": "Train a small network on generated images and compress it with every method.",
 }
 
