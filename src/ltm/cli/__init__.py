@@ -19,6 +19,7 @@ COMMANDS = {
     "detect": "Train, evaluate or use SSDLite, an object detector, on a token-merging backbone.",
     "segment": "Train, evaluate or use Mask R-CNN, boxes and masks, on a token-merging backbone.",
     "export": "Write a model as ONNX, torch.export program or OpenVINO file, in float or int8.",
+    "table": "Run the experiment behind a table or figure of the paper, and write it.",
     "predict": "Classify images, however many, by a saved model or an ONNX file.",
     "demo": "Train a small network on generated images and compress it with every method.",
 }

@@ -1,0 +1,153 @@
+"""`ltm table`: the paper's tables and figures, run, resumed and written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from ltm.cli.results import open_folder, write_metrics
+
+if TYPE_CHECKING:
+    from ltm.experiments.runner import Summary
+    from ltm.experiments.scales.base import Scale
+    from ltm.experiments.store import Store
+    from ltm.experiments.table import Experiment, Table
+
+    Declared = list[tuple[Experiment, Table]]
+
+
+def table(
+    name: Annotated[str, tyro.conf.Positional],
+    *,
+    scale: Literal["paper", "small", "smoke"] = "smoke",
+    data: str | None = None,
+    coco: str | None = None,
+    weights: str | None = None,
+    transfer: str | None = None,
+    seeds: int | None = None,
+    output: Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    devices: int = 1,
+    workers: int = 0,
+    draw_only: bool = False,
+    readme: Path | None = None,
+) -> None:
+    """Run the experiment behind a table or figure of the paper, and write it.
+
+    Every row is run once, whichever tables ask for it, and kept: a call goes on where an earlier
+    one stopped, tries again what failed, and may share its output with other processes. The folder
+    gets rows/ (raw values, one row.json each), work/ (networks and checkpoints, which can be made
+    again), and a folder per table with table.csv, table.md and plots.
+
+    Example:
+        ltm table list
+        ltm table all --scale smoke --output runs/smoke
+        ltm table finetune --scale small --data tiny-imagenet.zip --weights vit_tiny.safetensors
+        ltm table scratch --scale paper --data /data/imagenet --devices 4 --workers 8
+        ltm table beside --scale small --output results/paper --readme results/README.md
+
+    Args:
+        name: a table's name, all of them, list (what there is), or beside (the paper beside ours,
+            from saved rows).
+        scale: the paper's settings, small ones for one GPU, or a proof that all of it runs.
+        data: ImageNet (paper) or Tiny-ImageNet (small): a folder or .zip with train and val.
+        coco: COCO with annotations; by default generated scenes at scale small.
+        weights: ViT-Ti's ImageNet weights at scale small; by default timm's own.
+        transfer: images of other classes, to transfer to.
+        seeds: how many seeds, if not as many as the scale has.
+        output: folder of rows and tables; by default runs/tables-SCALE.
+        device: where networks run.
+        devices: processes that train together, one per GPU.
+        workers: loader processes.
+        draw_only: write tables from the rows that are there, and run nothing.
+        readme: page to put the paper beside ours into (beside only).
+    """
+    from ltm.experiments.tables import EXPERIMENTS, find_experiments
+
+    if name == "list":
+        for experiment in EXPERIMENTS.values():
+            print(f"{experiment.name:<14}{experiment.item:<16}{experiment.title}")
+        return
+    experiments = find_experiments("all" if name == "beside" else name)
+    if devices < 1:
+        raise ValueError(f"devices is {devices}, but must be at least 1")
+    from ltm.experiments.scales import make_scale, remembered
+    from ltm.experiments.scales.base import Sources
+    from ltm.experiments.store import Store
+
+    output = output or Path("runs") / f"tables-{scale}"
+    open_folder(output)
+    store = Store(output)
+    sources = Sources(data=data, coco=coco, weights=weights, transfer=transfer)
+    sources = remembered(store, scale, sources, runs=not (draw_only or name == "beside"))
+    chosen = _with_seeds(make_scale(scale, sources), seeds)
+    declared = [(experiment, experiment.declare(chosen)) for experiment in experiments]
+    if name == "beside":
+        _write_beside(declared, store, scale, readme)
+        return
+    summary = None if draw_only else _run(declared, store, device, devices, workers)
+    _write(declared, store, scale, summary)
+
+
+def _with_seeds(scale: Scale, number: int | None) -> Scale:
+    from dataclasses import replace
+
+    if number is None:
+        return scale
+    if number < 1:
+        raise ValueError(f"seeds is {number}, but must be at least 1")
+    return replace(scale, seeds=tuple(range(number)))
+
+
+def _run(declared: Declared, store: Store, device: str, devices: int, workers: int) -> Summary:
+    from rich.console import Console
+
+    import ltm.experiments.work  # noqa: F401 - registers how jobs are run
+    from ltm.evaluation.processes import local_device
+    from ltm.experiments.place import Place
+    from ltm.experiments.runner import run_jobs
+
+    place = Place(
+        store=store,
+        device=local_device(device),
+        workers=workers,
+        devices=devices,
+        console=Console(highlight=False, markup=False, soft_wrap=True),
+    )
+    return run_jobs([job for _, made in declared for job in made.jobs()], place)
+
+
+def _write(declared: Declared, store: Store, scale: str, summary: Summary | None) -> None:
+    """Write all tables, whatever came of the run; then say what came of it."""
+    from ltm.experiments.writing import write_table
+
+    for experiment, made in declared:
+        print(write_table(experiment, made, store, scale) / "table.md")
+    if summary is None:
+        return
+    counts = {"ran": len(summary.ran), "already": len(summary.already)}
+    write_metrics(
+        store.output, {**counts, "failed": summary.failed, "interrupted": summary.interrupted}
+    )
+    print(f"{counts['ran']} rows run, {counts['already']} there already", end="")
+    print(f", {len(summary.failed)} failed" if summary.failed else "")
+    if summary.interrupted:
+        print("stopped: the tables hold what is done; the same command goes on from there")
+        raise SystemExit(130)
+    if summary.failed:
+        raise SystemExit(1)
+
+
+def _write_beside(declared: Declared, store: Store, scale: str, readme: Path | None) -> None:
+    from ltm.experiments.beside import beside, write_section
+    from ltm.experiments.store import write_text
+
+    section = beside(declared, store, scale)
+    page = store.output / "beside.md" if readme is None else readme
+    if readme is None:
+        write_text(page, section)
+    else:
+        write_section(page, section)
+    print(page)

@@ -1,0 +1,127 @@
+"""The paper beside ours: every number and claim of the paper, what we found, and a verdict.
+
+Networks and data of the smaller scales are not the paper's, so absolute numbers cannot agree; what
+can is the direction of a difference. A claim is confirmed when our 95% interval lies on its side
+of zero, and not confirmed otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ltm.experiments.paper import paper_numbers
+from ltm.experiments.reading import Found, Reader
+from ltm.experiments.store import Store, write_text
+from ltm.experiments.table import Claim, Experiment, Table
+from ltm.experiments.writing import line, show
+
+BEGIN, END = "<!-- paper beside ours: begin -->", "<!-- paper beside ours: end -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One line: what the paper says, what we found."""
+
+    what: str
+    paper: str
+    ours: str
+    verdict: str
+
+
+def beside(tables: Iterable[tuple[Experiment, Table]], store: Store, scale: str) -> str:
+    """The section as Markdown."""
+    lines = [
+        "## The paper beside ours",
+        "",
+        (
+            f"Scale `{scale}`, written by `ltm table beside` from the saved rows. A claim is a "
+            "difference of two rows: confirmed when our 95% interval (over seeds, or over images "
+            "where there is one seed) lies on the paper's side of zero."
+        ),
+    ]
+    reader = Reader(store)
+    for experiment, table in tables:
+        lines += ["", f"### {experiment.item}: {experiment.title} (`{experiment.name}`)", ""]
+        verdicts = [judge(table, claim, reader) for claim in table.claims]
+        lines += [line(["claim", "paper", "ours", "verdict"]), line(["---"] * 4)]
+        lines += [line([v.what, v.paper, v.ours, v.verdict]) for v in verdicts]
+        lines += _numbers(experiment, table, reader)
+    return "\n".join(lines) + "\n"
+
+
+def judge(table: Table, claim: Claim, reader: Reader) -> Verdict:
+    """Compare a claim of the paper with our rows."""
+    digits = table.column(claim.column).digits
+    found = reader.compare(table, claim)
+    return Verdict(
+        what=_sentence(claim),
+        paper="stated" if claim.paper is None else f"{claim.paper:+.{max(digits, 2)}f}",
+        ours=_difference(found, digits),
+        verdict=_verdict(claim, found),
+    )
+
+
+def _sentence(claim: Claim) -> str:
+    left, right = claim.row, claim.other
+    if claim.other_column not in (None, claim.column):
+        left, right = f"{left} {claim.column}", f"{right} {claim.other_column}"
+        return f"{left} is {claim.expected} than {right}"
+    return f"{left} is {claim.expected} than {right} in {claim.column}"
+
+
+def _difference(found: Found, digits: int) -> str:
+    value = found.estimate
+    if value is None:
+        return ""
+    text = f"{value.mean:+.{digits}f}"
+    if value.low is not None and value.high is not None:
+        text += f" ({value.low:+.{digits}f} to {value.high:+.{digits}f})"
+    return text
+
+
+def _verdict(claim: Claim, found: Found) -> str:
+    value = found.estimate
+    if value is None:
+        return f"not tested: {found.problem}"
+    if value.low is None or value.high is None:
+        agrees = value.mean > 0 if claim.expected == "higher" else value.mean < 0
+        return f"{'seen' if agrees else 'not seen'} in one run, not tested over seeds"
+    low, high = (value.low, value.high) if claim.expected == "higher" else (-value.high, -value.low)
+    if low > 0:
+        return "confirmed"
+    return "not confirmed: the opposite" if high < 0 else "not confirmed: no clear difference"
+
+
+def _numbers(experiment: Experiment, table: Table, reader: Reader) -> list[str]:
+    """The paper's rows, number by number, with ours where a row stands beside it."""
+    printed = paper_numbers(experiment.name)
+    if not printed:
+        return []
+    ours = {row.paper_label: row for row in table.rows}
+    columns = [c for c in table.columns if any(c.name in numbers for numbers in printed.values())]
+    lines = ["", "Paper / ours:", "", line(["paper's row", "ours", *(c.name for c in columns)])]
+    lines.append(line(["---"] * (2 + len(columns))))
+    for name, numbers in printed.items():
+        row = ours.get(name)
+        cells = [name, "not tested: not part of this scale" if row is None else row.label]
+        for column in columns:
+            cell = None if row is None else row.cells.get(column.name)
+            shown = "-" if cell is None else show(reader.read(cell), column)
+            number = numbers.get(column.name)
+            cells.append(f"{'-' if number is None else f'{number:g}'} / {shown}")
+        lines.append(line(cells))
+    return lines
+
+
+def write_section(readme: Path, section: str) -> None:
+    """Put the section between its marks in a page; at its end where it has none."""
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and not end:
+        raise ValueError(f"{readme} has {BEGIN!r} but not {END!r}; add it, or remove both")
+    before = before if begin else (text.rstrip("\n") + "\n\n" if text else "")
+    after = after if begin else "\n"
+    write_text(readme, f"{before}{BEGIN}\n\n{section}\n{END}{after}")

@@ -1,0 +1,167 @@
+"""Run jobs one by one; what is done stays done, what fails is noted, and the rest goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from filelock import Timeout
+
+from ltm.evaluation.environment import describe
+from ltm.experiments.jobs import Job, identity, in_order, resolved
+from ltm.experiments.place import Place, perform
+
+WAIT_SECONDS = 0.5
+"""Between looks at a row that another process works on."""
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """What a call did."""
+
+    ran: list[str] = field(default_factory=list)
+    already: list[str] = field(default_factory=list)
+    """Finished before, or by another process."""
+    failed: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def run_jobs(jobs: Iterable[Job], place: Place) -> Summary:
+    """Run all jobs that are not done, and the networks that they need.
+
+    Rows that another process has locked are left to it, and looked at again at the end.
+    """
+    return _Call(place).run(in_order(list(jobs)))
+
+
+class _Call:
+    """One call: what it began, and what came of it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.store = place, place.store
+        self.began = time.time()
+        self.summary = Summary()
+        self.progress = ""
+
+    def run(self, ordered: list[Job]) -> Summary:
+        wanted = self._wanted(ordered)
+        try:
+            busy = []
+            for number, job in enumerate(wanted, 1):
+                self.progress = f"{number} of {len(wanted)}"
+                if not self._try(job, wait=False):
+                    busy.append(job)
+            for job in busy:
+                self._try(job, wait=True)
+        except KeyboardInterrupt:
+            self.summary.interrupted = True
+        self.summary.already = [
+            identity(job)
+            for job in ordered
+            if identity(job) not in self.summary.ran and self.store.values(job) is not None
+        ]
+        return self.summary
+
+    def _wanted(self, ordered: list[Job]) -> list[Job]:
+        """Jobs that are not done, and done ones whose lost network one of them needs."""
+        wanted: set[str] = set()
+        for job in reversed(ordered):
+            if self.store.values(job) is None:
+                wanted.add(identity(job))
+            if identity(job) in wanted:
+                wanted |= {identity(n) for n in job.needs() if not self.place.has_network(n)}
+        return [job for job in ordered if identity(job) in wanted]
+
+    def _try(self, job: Job, *, wait: bool) -> bool:
+        """Run a job unless another process does; whether it is settled."""
+        lock = self.store.lock(job)
+        try:
+            lock.acquire(timeout=-1 if wait else 0, poll_interval=WAIT_SECONDS)
+        except Timeout:
+            return False
+        with lock:
+            if not self._settled(job):
+                self._run(job)
+        return True
+
+    def _settled(self, job: Job) -> bool:
+        """Whether another process has finished it, or failed at it, since this call began."""
+        if self.store.values(job) is not None:
+            return self.place.has_network(job) or not job.leaves_network
+        failure = self.store.failure(job)
+        if failure is not None and failure.time >= self.began:
+            self.summary.failed[identity(job)] = failure.error
+            return True
+        return False
+
+    def _run(self, job: Job) -> None:
+        name, place = identity(job), self.place
+        for need in job.needs():
+            if not self._ready(need):
+                self._fail(job, f"it needs {identity(need)}, which failed")
+                return
+        place.console.print(f"running {name} ({self.progress})")
+        began = time.time()
+        try:
+            values = perform(job, place)
+        except (KeyboardInterrupt, SystemExit):
+            raise KeyboardInterrupt from None  # training turns Ctrl-C into an exit
+        except Exception as error:  # noqa: BLE001 - a table goes on where one row of it fails
+            self._fail(job, _reason(error), traceback.format_exc(limit=-4))
+            return
+        if self.store.values(job) is None:
+            self.store.finish(job, self._row(job, values, began))
+        self.summary.ran.append(name)
+
+    def _ready(self, need: Job) -> bool:
+        if not self.place.has_network(need):
+            self._try(need, wait=True)
+        return self.place.has_network(need) and self.store.values(need) is not None
+
+    def _fail(self, job: Job, error: str, trace: str = "") -> None:
+        self.place.console.print(f"failed {identity(job)}: {error}")
+        self.summary.failed[identity(job)] = error
+        note = {"job": resolved(job), "error": error, "trace": trace, "time": time.time()}
+        self.store.fail(job, note)
+
+    def _row(self, job: Job, values: dict[str, Any], began: float) -> dict[str, Any]:
+        return {
+            "id": identity(job),
+            "job": resolved(job),
+            "values": values,
+            "seconds": round(time.time() - began, 2),
+            "finished": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "commit": commit(),
+            "environment": dataclasses.asdict(describe(self.place.device)),
+        }
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line, without folders of this machine."""
+    words = " ".join(str(error).split()) or "no reason given"
+    return f"{type(error).__name__}: {words}"[:300]
+
+
+@cache
+def commit() -> str | None:
+    """The commit of the code that runs; None where it was installed without one."""
+    folder = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,57 @@
+"""Small words that declarations are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ltm.experiments.jobs import Job
+from ltm.experiments.measures import Of
+from ltm.experiments.paper import paper_numbers
+from ltm.experiments.table import Better, Cell, Claim, Column, Row
+
+PARAMETERS = Column(name="params (M)")
+GMACS = Column(name="GMACs", digits=3)
+
+
+def top1(name: str = "top-1") -> Column:
+    """A column of accuracies."""
+    return Column(name=name, better="higher")
+
+
+def informations(name: str) -> Column:
+    """A column of bottleneck losses or bounds."""
+    return Column(name=name, digits=4, better="lower")
+
+
+def cell(measure: str, jobs: Iterable[Job], of: Of = None) -> Cell:
+    """A cell over the jobs of all seeds."""
+    return Cell(jobs=tuple(dict.fromkeys(jobs)), measure=measure, of=of)
+
+
+def row(experiment: str, label: str, paper_label: str, cells: Mapping[str, Cell]) -> Row:
+    """A row with the paper's numbers beside it."""
+    numbers = paper_numbers(experiment).get(paper_label, {})
+    return Row(label=label, cells=cells, paper=numbers, paper_label=paper_label)
+
+
+def claim(
+    rows: Sequence[Row],
+    first: str,
+    other: str,
+    column: str,
+    expected: Better,
+    *,
+    other_column: str | None = None,
+) -> Claim:
+    """A claim with the difference that the paper prints, if it prints both numbers."""
+    found = {row.label: row.paper for row in rows}
+    ours = found.get(first, {}).get(column)
+    theirs = found.get(other, {}).get(other_column or column)
+    return Claim(
+        row=first,
+        other=other,
+        column=column,
+        other_column=other_column,
+        expected=expected,
+        paper=None if ours is None or theirs is None else ours - theirs,
+    )

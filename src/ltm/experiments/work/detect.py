@@ -1,0 +1,30 @@
+"""Train a detector and keep its average precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ltm.experiments.jobs import Detector
+from ltm.experiments.place import Place, perform
+from ltm.training.detection_run import train_detector
+
+
+@perform.register
+def detect(job: Detector, place: Place) -> dict[str, Any]:
+    """Raw values: COCO's scores, cost, and seconds per epoch."""
+    kind: Any = place.device.type
+    settings = replace(
+        job.settings,
+        data=replace(job.settings.data, workers=place.workers),
+        run=replace(job.settings.run, device=kind, devices=place.devices),
+    )
+    folder = place.work(job) / "run"
+    found = train_detector(settings, folder, resume="auto", console=place.console)
+    names = ("box", "mask", "num_images", "num_detections", "parameters", "backbone_mac_share")
+    return {
+        "seed": settings.run.seed,
+        **{name: found.metrics[name] for name in names},
+        "macs": round(1e9 * found.metrics["gmacs"]),
+        "seconds_per_epoch": found.metrics["seconds_per_epoch"],
+    }
