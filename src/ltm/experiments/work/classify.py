@@ -47,7 +47,7 @@ def classify(job: Classifier, place: Place) -> dict[str, Any]:
         run = place.work(job) / "run"
         train_there(settings, run, place)
         model, trained = last_network(settings, run, num_classes)
-        values |= {"history": _history(run), "trained_parameters": trained}
+        values |= {"history": history(run), "trained_parameters": trained}
         values |= _measured_share(run, settings)
     else:
         model = fresh_network(settings, num_classes).eval()
@@ -116,12 +116,17 @@ def last_network(settings: Settings, run: Path, num_classes: int) -> tuple[nn.Mo
     built = build(settings, num_classes)
     choose_trainable_(built.model, settings.tune, built.new_head)
     trained = count_parameters(built.model)[0]
-    last = Checkpoints(run / "checkpoints").latest()
-    assert last is not None, "training leaves a checkpoint"
     if settings.merge.method == "ltmp":
         kept = replace(settings, model=replace(settings.model, weights=str(run / "model")))
         return build(kept, num_classes).model.eval(), trained
-    return without_lora(_at(built.model, last)).eval(), trained
+    return without_lora(last_weights_(built.model, run)).eval(), trained
+
+
+def last_weights_(model: nn.Module, run: Path) -> nn.Module:
+    """Give a network the weights of the last epoch of its run."""
+    last = Checkpoints(run / "checkpoints").latest()
+    assert last is not None, "training leaves a checkpoint"
+    return _at(model, last)
 
 
 def network_at(settings: Settings, run: Path, num_classes: int, epoch: int) -> nn.Module:
@@ -138,7 +143,8 @@ def _at(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     return model
 
 
-def _history(run: Path) -> list[dict[str, Any]]:
+def history(run: Path) -> list[dict[str, Any]]:
+    """The epochs of a run."""
     last = Checkpoints(run / "checkpoints").latest()
     assert last is not None
     return [{name: row[name] for name in _EPOCH} for row in last.history]
