@@ -1,0 +1,164 @@
+"""One picture through a network, before and after merging: all that the page shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ltm.adapters import select_adapter
+from ltm.adapters.base import Layout
+from ltm.core.cost import meta_copy, meta_images
+from ltm.demo.networks import Network
+from ltm.evaluation.timing import Estimate, interleaved, speedup, spread, verdict
+from ltm.visual.pictures import Pixels, Scenes, prepare
+from ltm.visual.tracing import SiteMap, at_block, tokens_by_block, trace
+
+TOP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guess:
+    """A class and its probability."""
+
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One block: tokens that leave it and millions of MACs, before and after merging."""
+
+    block: int
+    tokens_before: int
+    tokens_after: int
+    mmacs_before: float
+    mmacs_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Milliseconds for this picture alone, on this machine."""
+
+    before: float
+    after: float
+    speedup: Estimate
+
+    @property
+    def verdict(self) -> str:
+        return verdict(self.speedup)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Inspection:
+    """What became of a picture."""
+
+    pixels: Pixels
+    """The picture as the network sees it."""
+    before: tuple[Guess, ...]
+    after: tuple[Guess, ...]
+    layers: tuple[Layer, ...]
+    tokens: tuple[SiteMap, ...]
+    """The tokens as they leave each block, as weights over the patches of its stage."""
+    mmacs_before: float
+    mmacs_after: float
+    timing: Timing | None = None
+
+
+@torch.inference_mode()
+def inspect(
+    network: Network, merging: nn.Module, picture: Image.Image, *, rounds: int = 7
+) -> Inspection:
+    """Run a picture through the original and the merging network; `rounds=0` times nothing."""
+    scenes: Scenes = prepare([picture], ["picture"], network.spec)
+    images = scenes.inputs
+    before, after = (_macs(model, network.spec.size) for model in (network.model, merging))
+    return Inspection(
+        pixels=scenes.pixels[0],
+        before=_guesses(network.model(images), network.class_names),
+        after=_guesses(merging(images), network.class_names),
+        layers=_layers(network, merging, images, before, after),
+        tokens=_tokens(layout_of(network), trace(merging, images)),
+        mmacs_before=before[""] / 1e6,
+        mmacs_after=after[""] / 1e6,
+        timing=_time(network.model, merging, images, rounds) if rounds else None,
+    )
+
+
+def _guesses(logits: Tensor, names: tuple[str, ...]) -> tuple[Guess, ...]:
+    best = logits[0].float().softmax(-1).topk(min(TOP, len(names)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return tuple(Guess(name=names[int(index)], probability=value) for index, value in pairs)
+
+
+_COUNTED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+_LAYOUTS: WeakKeyDictionary[Network, Layout] = WeakKeyDictionary()
+
+
+def _macs(model: nn.Module, size: tuple[int, int]) -> dict[str, int]:
+    """MACs of every module by its path, counted once; "" is the whole."""
+    if model not in _COUNTED:
+        shadow = meta_copy(model).eval()
+        with FlopCounterMode(display=False) as counter:
+            shadow(meta_images(size))
+        root = type(shadow).__name__
+        found = {"": counter.get_total_flops() // 2}
+        for path, operations in counter.get_flop_counts().items():
+            if path.startswith(f"{root}."):
+                found[path.removeprefix(f"{root}.")] = sum(operations.values()) // 2
+        _COUNTED[model] = found
+    return _COUNTED[model]
+
+
+def layout_of(network: Network) -> Layout:
+    """The blocks of a network and the tokens that flow through them, found once."""
+    if network not in _LAYOUTS:
+        shadow = meta_copy(network.model)
+        _LAYOUTS[network] = select_adapter(shadow).layout(shadow, network.spec.size)
+    return _LAYOUTS[network]
+
+
+def _tokens(layout: Layout, sites: Sequence[SiteMap]) -> tuple[SiteMap, ...]:
+    """Stages start anew: what merged in one says nothing about the patches of the next."""
+    return tuple(
+        at_block([site for site in sites if site.block in run.blocks], block, run.grid, 1)
+        for run in layout.runs
+        for block in run.blocks
+    )
+
+
+def _layers(
+    network: Network,
+    merging: nn.Module,
+    images: Tensor,
+    before: dict[str, int],
+    after: dict[str, int],
+) -> tuple[Layer, ...]:
+    layout = layout_of(network)
+    tokens = {block: run.num_in for run in layout.runs for block in run.blocks}
+    left = tokens_by_block(merging, images)
+    return tuple(
+        Layer(
+            block=index,
+            tokens_before=tokens[index],
+            tokens_after=round(left.get(index, tokens[index])),
+            mmacs_before=before.get(block.path, 0) / 1e6,
+            mmacs_after=after.get(block.path, 0) / 1e6,
+        )
+        for index, block in enumerate(layout.blocks)
+    )
+
+
+def _time(original: nn.Module, merging: nn.Module, images: Tensor, rounds: int) -> Timing:
+    calls = {"before": lambda: original(images), "after": lambda: merging(images)}
+    times = interleaved(calls, torch.device("cpu"), rounds=rounds, warmup=1, least_seconds=0.01)
+    return Timing(
+        before=1e3 * spread(times["before"]).median,
+        after=1e3 * spread(times["after"]).median,
+        speedup=speedup(times["before"], times["after"]),
+    )

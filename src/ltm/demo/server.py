@@ -1,0 +1,78 @@
+"""Serve the page: on this machine alone, without a network, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ltm.demo.networks import Gallery
+from ltm.demo.uploads import MAX_BYTES
+
+LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Server:
+    """A page that is being served."""
+
+    address: str
+    folder: Path
+    """The only folder that is written to; it goes with the server."""
+    desk: Any
+    page: Any
+
+    def wait(self) -> None:
+        """Serve until somebody interrupts."""
+        self.page.block_thread()
+
+
+@contextmanager
+def serving(
+    gallery: Gallery, *, host: str = LOCAL, port: int | None = None, examples: int = 6
+) -> Iterator[Server]:
+    """Serve the page inside the `with`; a port that is taken is a ValueError."""
+    with tempfile.TemporaryDirectory(prefix="ltm-serve-") as temporary:
+        # Gradio reads these when it is imported.
+        os.environ["GRADIO_TEMP_DIR"] = temporary
+        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+        os.environ["GRADIO_CHECK_UPDATES"] = "False"
+        import gradio as gr  # noqa: PLC0415 - heavy, and an optional extra
+
+        from ltm.data.shapes import example_pictures  # noqa: PLC0415
+        from ltm.demo.page import Desk, build_page  # noqa: PLC0415
+        from ltm.demo.rendering import CSS  # noqa: PLC0415
+
+        desk = Desk(gallery, example_pictures(examples))
+        page = build_page(desk)
+        try:
+            _, address, _ = page.launch(
+                server_name=host,
+                server_port=port,
+                share=False,
+                inbrowser=False,
+                prevent_thread_lock=True,
+                quiet=True,
+                show_error=True,
+                footer_links=[],
+                max_file_size=MAX_BYTES,
+                state_session_capacity=64,
+                ssr_mode=False,
+                pwa=False,
+                mcp_server=False,
+                enable_monitoring=False,
+                theme=gr.themes.Base(
+                    font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+                ),
+                css=CSS,
+            )
+        except OSError as error:
+            raise ValueError(f"port {port} on {host} cannot be used: {error}") from error
+        try:
+            yield Server(address=address, folder=Path(temporary), desk=desk, page=page)
+        finally:
+            page.close(verbose=False)

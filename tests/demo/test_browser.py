@@ -1,0 +1,133 @@
+"""The page in a real browser: upload, slide, click, read."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving import Served
+
+pytestmark = pytest.mark.slow
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+TIMEOUT = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+class Visit:
+    """A page, and all that it complains about or asks others for."""
+
+    def __init__(self, browser: Any, served: Served, width: int) -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900})
+        self.page.set_default_timeout(TIMEOUT)
+        self.complaints: list[str] = []
+        self.strangers: list[str] = []
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self._request(request.url, served.address))
+        self.page.goto(served.address)
+        self.page.locator("#summary b").first.wait_for()
+        self.page.locator("#heatmap img").wait_for()
+
+    def _console(self, message: Any) -> None:
+        if message.type in {"error", "warning"}:
+            self.complaints.append(message.text)
+
+    def _request(self, url: str, address: str) -> None:
+        if not url.startswith((address, "data:", "blob:")):
+            self.strangers.append(url)
+
+    def text(self, name: str) -> str:
+        return self.page.locator(f"#{name}").inner_text()
+
+    def source(self, name: str) -> str:
+        return self.page.locator(f"#{name} img").first.get_attribute("src")
+
+    def wait_for_change(self, name: str, before: str) -> None:
+        """Until a picture is another one."""
+        self.page.wait_for_function(
+            "([name, before]) => document.querySelector(`#${name} img`)?.src !== before",
+            arg=[name, before],
+        )
+
+
+def share(visit: Visit) -> int:
+    """Percentage of the multiply-adds that the page says is left."""
+    found = re.search(r"\((\d+)%\)", visit.text("summary"))
+    assert found is not None
+    return int(found.group(1))
+
+
+def test_upload_slide_click_and_read(browser: Any, served: Served, picture: Path) -> None:
+    visit = Visit(browser, served, width=1280)
+    page = visit.page
+    assert share(visit) <= 70
+    shown, groups = visit.source("picture"), visit.source("groups")
+
+    page.locator("input[type=file]").first.set_input_files(picture)
+    visit.wait_for_change("picture", shown)
+    visit.wait_for_change("groups", groups)
+    assert visit.text("message").strip() == ""
+
+    groups = visit.source("groups")
+    slider = page.locator("#ratio input[type=range]")
+    slider.focus()
+    for _ in range(4):
+        slider.press("ArrowLeft")
+    page.get_by_text(re.compile(r"\((50|49|48)%\)")).wait_for()
+    visit.wait_for_change("groups", groups)
+    assert 45 <= share(visit) <= 50
+    assert "144 → " in visit.text("layers")
+
+    heatmap = visit.source("heatmap")
+    target = page.locator("#groups img")
+    box = target.bounding_box()
+    target.click(position={"x": box["width"] * 0.96, "y": box["height"] * 0.96})
+    page.get_by_text("row 12, column 12").wait_for()
+    visit.wait_for_change("heatmap", heatmap)
+    target.click(position={"x": box["width"] * 0.04, "y": box["height"] * 0.04})
+    page.get_by_text("row 1, column 1 ").wait_for()
+
+    assert page.locator("#before").get_by_text("%").count() == 5
+    assert page.locator("#after").get_by_text("%").count() == 5
+    assert visit.complaints == []
+    assert visit.strangers == []
+    page.close()
+
+
+def test_refusals_are_read_on_the_page_and_it_goes_on(
+    browser: Any, served: Served, tmp_path: Path
+) -> None:
+    visit = Visit(browser, served, width=390)
+    page = visit.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    words, large = tmp_path / "words.png", tmp_path / "large.png"
+    words.write_text("these are words", encoding="utf-8")
+    with large.open("wb") as file:
+        file.truncate(21 * 2**20)
+    file_input = page.locator("input[type=file]").first
+    file_input.set_input_files(words)
+    page.get_by_text("no picture that can be read").wait_for()
+    file_input.set_input_files(large)
+    page.get_by_text(re.compile("exceed the maximum allowed size of 20")).wait_for()
+
+    groups = visit.source("groups")
+    page.locator("#examples button").nth(3).click()
+    visit.wait_for_change("groups", groups)
+    assert visit.text("message").strip() == ""
+    assert visit.complaints == []
+    page.close()
