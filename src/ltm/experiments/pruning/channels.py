@@ -66,13 +66,16 @@ def find_hiddens(model: nn.Module, image_size: tuple[int, int]) -> Hiddens:
 
 @contextmanager
 def gated(model: nn.Module, hiddens: Hiddens) -> Iterator[dict[str, nn.Parameter]]:
-    """A gate on every hidden channel, by block; a gate's gradient is the channel's Taylor term."""
+    """A gate on every hidden channel, by block; a gate's gradient is the channel's Taylor term.
+
+    Gates are last before the projection: a closed one is the same as no channel.
+    """
     device = next(model.parameters()).device
     gates = {
         block.name: nn.Parameter(torch.ones(block.count, device=device)) for block in hiddens.blocks
     }
     hooks = [
-        model.get_submodule(f"{name}.inverted_conv").register_forward_hook(_multiply(gate))
+        model.get_submodule(f"{name}.depth_conv").register_forward_hook(_multiply(gate))
         for name, gate in gates.items()
     ]
     try:

@@ -1,0 +1,189 @@
+"""Declared data: names, identities, the paper's numbers, statistics, verdicts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import timm
+from torch import nn
+
+from ltm.cli import main
+from ltm.experiments.beside import judge, write_section
+from ltm.experiments.jobs import Classifier, identity, resolved
+from ltm.experiments.measures import MEASURES, correct_flags
+from ltm.experiments.paper import paper_numbers
+from ltm.experiments.place import Place
+from ltm.experiments.reading import Reader
+from ltm.experiments.requests import base, tuned
+from ltm.experiments.scales import make_scale, remembered
+from ltm.experiments.scales.base import Sources
+from ltm.experiments.seeds import difference, estimate
+from ltm.experiments.table import Cell, Claim, Column, Row, Table
+from ltm.experiments.tables import EXPERIMENTS
+from ltm.experiments.work.classify import pack_bits
+from ltm.experiments.work.networks import layer_counts
+
+SOURCES = Sources(data="/data/tiny-imagenet.zip", weights="/data/vit.safetensors")
+SMALL = make_scale("small", SOURCES)
+
+
+def test_list_names_every_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", "list"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said and made.item in said for name, made in EXPERIMENTS.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["finetunes"], "did you mean finetune"),
+        (["finetune", "--scale", "small"], "needs --data"),
+        (["finetune", "--scale", "paper"], "needs --data"),
+        (["finetune", "--seeds", "0"], "seeds is 0"),
+        (["finetune", "--devices", "0"], "devices is 0"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["table", *arguments, "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("scale", ["paper", "small", "smoke"])
+def test_every_experiment_is_declared_at_every_scale(scale: str) -> None:
+    made = make_scale(scale, SOURCES)
+    for name, experiment in EXPERIMENTS.items():
+        table = experiment.declare(made)
+        columns = {column.name for column in table.columns}
+        assert table.jobs()
+        assert table.claims
+        assert {cell.measure for row in table.rows for cell in row.cells.values()} <= set(MEASURES)
+        assert all(set(row.cells) <= columns for row in table.rows)
+        labels = [row.label for row in table.rows]
+        assert len(labels) == len(set(labels))
+        for claim in table.claims:
+            assert {claim.row, claim.other} <= set(labels), (name, claim)
+            assert {claim.column, claim.other_column or claim.column} <= columns
+            assert claim.row != claim.other or claim.other_column is not None
+
+
+def test_at_the_papers_scale_every_printed_row_but_two_is_run() -> None:
+    made = make_scale("paper", SOURCES)
+    left_out = []
+    for name, experiment in EXPERIMENTS.items():
+        ours = {row.paper_label for row in experiment.declare(made).rows}
+        left_out += [row for row in paper_numbers(name) if row not in ours]
+    assert left_out == ["YoloV5-N 640", "Vidt"], "cited there, and no part of this project"
+
+
+def test_comparisons_have_three_seeds() -> None:
+    table = EXPERIMENTS["finetune"].declare(SMALL)
+    row = next(row for row in table.rows if row.label == "LTM-MobileViT-XS")
+    assert len(row.cells["top-1 @10"].jobs) == 3
+
+
+def test_tables_share_jobs() -> None:
+    jobs = {n: {identity(j) for j in EXPERIMENTS[n].declare(SMALL).jobs()} for n in EXPERIMENTS}
+    network = SMALL.finetune[1]
+    shared = identity(base(network, 0))
+    assert all(shared in jobs[name] for name in ("finetune", "scratch", "ib-finetune", "losses"))
+
+
+def test_identity_is_what_is_run_not_where() -> None:
+    job = tuned(SMALL.finetune[0], "ltm", 0.7, 5, 1)
+    elsewhere = make_scale(
+        "small", Sources(data="/other/tiny-imagenet.zip", weights="/w/vit.safetensors")
+    )
+    assert identity(tuned(elsewhere.finetune[0], "ltm", 0.7, 5, 1)) == identity(job)
+    moved = replace(job.settings, run=replace(job.settings.run, device="cuda", devices=4))
+    assert identity(replace(job, settings=moved)) == identity(job)
+    assert identity(tuned(SMALL.finetune[0], "ltm", 0.7, 5, 2)) != identity(job)
+    assert identity(tuned(SMALL.finetune[0], "ltm", 0.65, 5, 1)) != identity(job)
+    assert "/" not in json.dumps(resolved(base(SMALL.finetune[0], 0)))
+
+
+def test_names_of_the_data_are_remembered(place: Place) -> None:
+    assert remembered(place.store, "small", SOURCES, runs=True) == SOURCES
+    found = remembered(place.store, "small", Sources(), runs=False)
+    assert found == Sources(data="tiny-imagenet.zip", weights="vit.safetensors")
+    networks = [make_scale("small", sources).finetune[0] for sources in (found, SOURCES)]
+    assert identity(base(networks[0], 0)) == identity(base(networks[1], 0))
+
+
+def test_bits_hold_every_image() -> None:
+    import torch
+
+    flags = [True, False, False, True, True, False, True]
+    values = {"correct_bits": pack_bits(torch.tensor(flags)), "num_images": 7}
+    assert correct_flags(values) == flags
+    assert MEASURES["top1"](values, None) == pytest.approx(400 / 7)
+
+
+def test_student_interval() -> None:
+    found = estimate([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.reach == pytest.approx(4.303 / 3**0.5)
+    assert estimate([5.0]).low is None
+    assert difference([3.0, 5.0], [1.0]).values == (2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict"),
+    [
+        ((5.0, 5.1, 5.2), (1.0, 1.1, 1.2), "confirmed"),
+        ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), "not confirmed: the opposite"),
+        ((1.0, 5.0, 1.0), (2.0, 1.0, 4.0), "not confirmed: no clear difference"),
+        ((5.0,), (1.0,), "seen in one run, not tested over seeds"),
+        ((), (1.0, 2.0), "not tested: not run"),
+    ],
+)
+def test_verdicts(ours: tuple, theirs: tuple, verdict: str, place: Place) -> None:
+    jobs = {}
+    for name, numbers in (("a", ours), ("b", theirs)):
+        made = []
+        for seed in range(max(1, len(numbers))):
+            job = tuned(SMALL.finetune[0], "ltm" if name == "a" else "ltmp", 0.7, 1, seed)
+            made.append(job)
+            if numbers:
+                place.store.finish(job, {"values": {"parameters": 1e6 * numbers[seed]}})
+        jobs[name] = Cell(jobs=tuple(made), measure="parameters")
+    table = Table(
+        columns=(Column(name="n"),),
+        rows=tuple(Row(label=name, cells={"n": cell}) for name, cell in jobs.items()),
+    )
+    claim = Claim(row="a", other="b", column="n", expected="higher", paper=1.0)
+    found = judge(table, claim, Reader(place.store))
+    assert found.verdict == verdict
+    assert found.paper == "+1.00"
+
+
+def test_a_page_without_an_end_mark_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("<!-- paper beside ours: begin -->\nwords\n")
+    with pytest.raises(ValueError, match="add it, or remove both"):
+        write_section(page, "section")
+
+
+def vit() -> nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2
+    )
+
+
+def test_one_layer_keeps_another_share() -> None:
+    assert layer_counts(vit(), (32, 32), 0.5, 1, 0.9) == [8, 8, 4]
+    grids = layer_counts(timm.create_model("efficientvit_b0"), (128, 128), 0.7, 0, 0.3)
+    assert grids[0] == (5, 5), "8 x 8 tokens, sides by the root of 0.3"
+    assert len(grids) == 4
+    with pytest.raises(ValueError, match="sites 0 to 2"):
+        layer_counts(vit(), (32, 32), 0.5, 3, 0.9)
+
+
+def test_a_job_is_data() -> None:
+    job = base(SMALL.finetune[1], 0)
+    assert isinstance(job, Classifier)
+    assert hash(job) == hash(base(SMALL.finetune[1], 0))

@@ -1,0 +1,134 @@
+"""Jobs that cost nothing: what is done stays, what fails is noted, what stops goes on."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
+from ltm.experiments.jobs import Job, identity
+from ltm.experiments.place import Place, perform
+from ltm.experiments.reading import Reader
+from ltm.experiments.runner import run_jobs
+from ltm.experiments.scales.base import Scale
+from ltm.experiments.table import Cell, Column, Experiment, Row, Table
+from ltm.experiments.writing import to_csv, to_markdown, write_table
+
+CALLS: list[int] = []
+BROKEN: set[int] = set()
+STOPS: set[int] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count(Job):
+    kind: ClassVar[str] = "count"
+
+    number: int
+    start: "Count | None" = None
+
+    def needs(self) -> tuple[Job, ...]:
+        return () if self.start is None else (self.start,)
+
+    @property
+    def leaves_network(self) -> bool:
+        return True
+
+
+@perform.register
+def count(job: Count, place: Place) -> dict[str, Any]:
+    CALLS.append(job.number)
+    if job.number in STOPS:
+        raise KeyboardInterrupt
+    if job.number in BROKEN:
+        raise RuntimeError(f"number {job.number} is broken")
+    (place.work(job) / "model").mkdir()
+    return {"parameters": job.number * 1e6}
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    for memory in (CALLS, BROKEN, STOPS):
+        memory.clear()
+
+
+def table(*jobs: Count) -> Table:
+    rows = tuple(
+        Row(label=f"row {job.number}", cells={"n": Cell(jobs=(job,), measure="parameters")})
+        for job in jobs
+    )
+    return Table(columns=(Column(name="n"),), rows=rows)
+
+
+def declare(_scale: Scale) -> Table:
+    return table()
+
+
+EXPERIMENT = Experiment(name="counts", item="Table 0", title="Counts", declare=declare)
+
+
+def test_a_job_runs_once_however_often_it_is_asked_for(place: Place) -> None:
+    base = Count(number=1)
+    jobs = [Count(number=2, start=base), Count(number=3, start=base), Count(number=1)]
+    assert len(run_jobs(jobs, place).ran) == 3
+    assert CALLS == [1, 2, 3]
+    again = run_jobs(jobs, place)
+    assert (again.ran, len(again.already)) == ([], 3)
+    assert CALLS == [1, 2, 3]
+
+
+def test_a_failed_row_is_in_its_cell_and_the_rest_goes_on(place: Place) -> None:
+    base = Count(number=1)
+    jobs = [base, Count(number=2, start=base), Count(number=3)]
+    BROKEN.add(1)
+    summary = run_jobs(jobs, place)
+    assert set(summary.failed) == {identity(jobs[0]), identity(jobs[1])}
+    text = to_markdown(EXPERIMENT, table(*jobs), Reader(place.store), "smoke")
+    assert "| row 1 | failed |" in text
+    assert "RuntimeError: number 1 is broken" in text
+    assert "| row 3 | 3.00 |" in text
+    assert "which failed" in to_csv(table(*jobs), Reader(place.store))
+    BROKEN.clear()
+    assert len(run_jobs(jobs, place).ran) == 2, "tried again"
+    assert "failed" not in to_markdown(EXPERIMENT, table(*jobs), Reader(place.store), "smoke")
+
+
+def test_ctrl_c_leaves_what_is_done(place: Place) -> None:
+    jobs = [Count(number=1), Count(number=2), Count(number=3)]
+    STOPS.add(2)
+    assert run_jobs(jobs, place).interrupted
+    folder = write_table(EXPERIMENT, table(*jobs), place.store, "smoke")
+    text = (folder / "table.md").read_text()
+    assert "| row 1 | 1.00 |" in text
+    assert "| row 2 | not run |" in text
+    STOPS.clear()
+    summary = run_jobs(jobs, place)
+    assert (len(summary.ran), len(summary.already), summary.interrupted) == (2, 1, False)
+
+
+def test_a_lost_network_is_made_again_but_its_row_stays(place: Place) -> None:
+    base = Count(number=1)
+    run_jobs([base], place)
+    row = (place.store.row_folder(base) / "row.json").read_text()
+    (place.store.network_folder(base)).rmdir()
+    assert run_jobs([base], place).ran == [], "nobody needs it"
+    run_jobs([Count(number=2, start=base)], place)
+    assert CALLS == [1, 1, 2]
+    assert (place.store.row_folder(base) / "row.json").read_text() == row
+
+
+def test_a_locked_row_is_left_to_whoever_runs_it(place: Place) -> None:
+    """Another process holds a row: the others are run first, then its result is taken."""
+    first, second = Count(number=1), Count(number=2)
+    lock = place.store.lock(first)
+    lock.acquire()
+    done = []
+    runner = threading.Thread(target=lambda: done.append(run_jobs([first, second], place)))
+    runner.start()
+    while identity(second) not in {p.name for p in place.store.output.glob("rows/*")}:
+        assert runner.is_alive()
+    place.store.finish(first, {"values": {"parameters": 7e6}})
+    place.store.network_folder(first).mkdir(parents=True)
+    lock.release()
+    runner.join(timeout=30)
+    assert CALLS == [2]
+    assert (done[0].ran, done[0].already) == ([identity(second)], [identity(first)])

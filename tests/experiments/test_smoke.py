@@ -1,0 +1,139 @@
+"""All tables at scale smoke: run once, by two processes at the same time."""
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from ltm.cli import main
+from ltm.experiments.jobs import identity, in_order
+from ltm.experiments.scales import make_scale
+from ltm.experiments.scales.base import Sources
+from ltm.experiments.tables import EXPERIMENTS
+
+pytestmark = pytest.mark.slow
+
+SCALE = make_scale("smoke", Sources())
+
+
+def cells(smoke: Path, name: str) -> list[dict[str, str]]:
+    with (smoke / name / "table.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def values_of(smoke: Path, job: str) -> dict:
+    return json.loads((smoke / "rows" / job / "row.json").read_text())["values"]
+
+
+def all_jobs() -> list[str]:
+    jobs = [job for made in EXPERIMENTS.values() for job in made.declare(SCALE).jobs()]
+    return [identity(job) for job in in_order(jobs)]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_table_is_complete(smoke: Path, name: str) -> None:
+    found = cells(smoke, name)
+    declared = EXPERIMENTS[name].declare(SCALE)
+    assert len(found) == sum(len(row.cells) for row in declared.rows) > 0
+    assert [cell for cell in found if cell["problem"]] == []
+    assert all(math.isfinite(float(cell["value"])) for cell in found)
+    text = (smoke / name / "table.md").read_text()
+    assert all(f"| {row.label} |" in text for row in declared.rows)
+    pictures = {f"{picture.name}.png" for picture in declared.pictures}
+    assert {path.name for path in (smoke / name).glob("*.png")} == pictures
+
+
+def test_two_processes_shared_the_work_and_repeated_nothing(smoke: Path) -> None:
+    said = [(smoke.parent / f"smoke-tables-{number}.txt").read_text() for number in range(2)]
+    ran = [re.findall(r"^running (\S+)", text, re.MULTILINE) for text in said]
+    assert sorted(ran[0] + ran[1]) == sorted(all_jobs())
+    assert all(ran)
+    assert {path.name for path in (smoke / "rows").iterdir()} == set(all_jobs())
+
+
+def test_numbers_follow_from_the_raw_values(smoke: Path) -> None:
+    """By other ways than the package's own: counts, medians, differences."""
+    seen = set()
+    for name in EXPERIMENTS:
+        for cell in cells(smoke, name):
+            raw = values_of(smoke, cell["jobs"].split()[0])
+            expected = recomputed(cell, raw)
+            if expected is not None:
+                seen.add(cell["column"].split(" ")[0])
+                assert float(cell["value"]) == pytest.approx(expected, rel=1e-9, abs=1e-12), cell
+    assert {"top-1", "params", "GMACs", "mAP", "IB", "fine-tuned", "test"} <= seen
+
+
+def recomputed(cell: dict[str, str], raw: dict) -> float | None:
+    column = cell["column"]
+    if "correct" in raw and (
+        column.startswith("top-1") or column in ("fine-tuned", "from scratch")
+    ):
+        return 100 * raw["correct"] / raw["num_images"]
+    simple = {
+        "params (M)": lambda: raw["parameters"] / 1e6,
+        "GMACs": lambda: None if "mac_share" in raw else raw["macs"] / 1e9,
+        "test loss": lambda: raw["loss"],
+        "mAP": lambda: 100 * raw["box"]["ap"],
+        "mask AP50": lambda: 100 * raw["mask"]["ap50"],
+    }
+    if column in simple:
+        return simple[column]()
+    if column.startswith("IB loss @"):
+        return max(raw["blocks"], key=lambda block: block["block"])["loss"]
+    if column.startswith("batch "):
+        return None if "LTM" in cell["row"] or "To" in cell["row"] else (
+            raw["batch_size"] / median(raw["seconds"]["none"])
+        )  # fmt: skip
+    return None
+
+
+def test_a_second_call_runs_nothing(smoke: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (smoke / "rows").rglob("row.json")}
+    assert (
+        main(["table", "all", "--scale", "smoke", "--output", str(smoke), "--device", "cpu"]) == 0
+    )
+    assert f"0 rows run, {len(before)} there already" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in (smoke / "rows").rglob("row.json")}
+
+
+def test_rows_say_what_made_them_and_no_folder_of_this_machine(smoke: Path) -> None:
+    for path in (smoke / "rows").rglob("row.json"):
+        row = json.loads(path.read_text())
+        assert row["environment"]["packages"]["torch"]
+        assert row["seconds"] >= 0
+        assert str(smoke.parent) not in path.read_text()
+
+
+def test_bottleneck_keeps_its_bound(smoke: Path) -> None:
+    rows = [p for p in (smoke / "rows").iterdir() if p.name.startswith("bottleneck")]
+    blocks = [block for path in rows for block in values_of(smoke, path.name)["blocks"]]
+    assert blocks
+    assert all(b["loss"] <= b["bound"] - b["c0"] + 1e-6 for b in blocks)
+
+
+def test_the_paper_beside_ours(smoke: Path, tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("# Results\n\nWords.\n")
+    arguments = [
+        "table",
+        "beside",
+        "--scale",
+        "smoke",
+        "--output",
+        str(smoke),
+        "--readme",
+        str(page),
+    ]
+    assert main(arguments) == 0
+    text = page.read_text()
+    assert text.startswith("# Results\n\nWords.\n")
+    assert all(f"(`{name}`)" in text for name in EXPERIMENTS)
+    assert "83.74" in text, "the paper's own numbers"
+    assert "not tested: not part of this scale" in text
+    assert main(arguments) == 0
+    assert page.read_text() == text, "written again, not added"
