@@ -1,6 +1,7 @@
 """Smoke: generated images, networks of a few thousand parameters, one epoch of a few batches.
 
-Its numbers mean nothing; that they are all there means that every table can be made.
+Its numbers mean nothing; that they are all there means that every table can be made. Grid networks
+merge by the letter's ratio here, since the search for a budget takes seconds.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def smoke_scale(_sources: Sources) -> Scale:
         "efficientvit_b0",
         arguments=_EFFICIENTVIT,
         size=64,
+        per_block=0.8,
     )
     return Scale(
         name="smoke",
@@ -104,10 +106,11 @@ def _network(
     arguments: tuple[str, ...],
     size: int,
     options: tuple[str, ...] = (),
+    per_block: float | None = None,
 ) -> Network:
     tune = Settings(
         model=ModelSettings(name=name, model_args=arguments),
-        merge=MergeSettings(ratio=0.8, statistics_images=16),
+        merge=MergeSettings(ratio=0.8, per_block=per_block, statistics_images=16),
         data=TrainingData(
             source=f"shapes:classes=4,size={size},images=16,val_images=16",
             image_size=size,
@@ -137,6 +140,7 @@ def _scenes(recipe: str, batch: int) -> DetectionSettings:
                 "batch_size": batch,
             },
             "optim": {"epochs": 1, "lr_warmup_epochs": 0.0},
+            "merge": {"per_block": 0.8},
         },
         RECIPES[recipe],
     )

@@ -45,8 +45,8 @@ def classify(job: Classifier, place: Place) -> dict[str, Any]:
     values: dict[str, Any] = {"seed": settings.run.seed, "history": []}
     if job.trains:
         run = place.work(job) / "run"
-        train_there(settings, run, place)
-        model, trained = last_network(settings, run, num_classes)
+        kept = train_there(settings, run, place)
+        model, trained = last_network(settings, run, num_classes, kept)
         values |= {"history": history(run), "trained_parameters": trained}
         values |= _measured_share(run, settings)
     else:
@@ -89,14 +89,13 @@ def pack_bits(flags: Tensor) -> str:
     return f"{int(digits.ljust(4 * width, '0'), 2):0{width}x}"
 
 
-def train_there(settings: Settings, folder: Path, place: Place) -> None:
+def train_there(settings: Settings, folder: Path, place: Place) -> nn.Module | None:
     """Train in a folder, going on where an interrupted run stopped; several devices by themselves.
 
-    Several processes are started apart, so that this one keeps its own.
+    Returns the network that the run kept, where it ran here: several processes are started apart.
     """
     if place.devices == 1:
-        train(settings, folder, resume="auto", console=place.console)
-        return
+        return train(settings, folder, resume="auto", console=place.console).model
     config = folder.with_suffix(".yaml")
     write_text(config, to_yaml(settings))
     command = [sys.executable, "-m", "ltm.experiments.alone", str(config), str(folder)]
@@ -104,21 +103,28 @@ def train_there(settings: Settings, folder: Path, place: Place) -> None:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
         raise RuntimeError(f"training in {place.devices} processes failed: {lines[-1]}")
+    return None
 
 
-def last_network(settings: Settings, run: Path, num_classes: int) -> tuple[nn.Module, int]:
+def last_network(
+    settings: Settings, run: Path, num_classes: int, kept: nn.Module | None
+) -> tuple[nn.Module, int]:
     """The network after the last epoch, and how many parameters trained.
 
     The epoch is never chosen on the images that are reported on. LTMP's thresholds are set after
-    its last epoch; what its run kept is that one.
+    its last epoch; what its run kept is that one. Adapters are folded into what a run keeps, so
+    that network is made anew.
     """
+    if kept is not None and not settings.tune.lora_rank:
+        last = kept if settings.merge.method == "ltmp" else last_weights_(kept, run)
+        return last.eval(), count_parameters(kept)[0]
     torch.manual_seed(settings.run.seed)
     built = build(settings, num_classes)
     choose_trainable_(built.model, settings.tune, built.new_head)
     trained = count_parameters(built.model)[0]
     if settings.merge.method == "ltmp":
-        kept = replace(settings, model=replace(settings.model, weights=str(run / "model")))
-        return build(kept, num_classes).model.eval(), trained
+        saved = replace(settings, model=replace(settings.model, weights=str(run / "model")))
+        return build(saved, num_classes).model.eval(), trained
     return without_lora(last_weights_(built.model, run)).eval(), trained
 
 
