@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,8 @@ from ltm.cli.models import load_model
 from ltm.cli.results import open_folder, write_metrics
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ltm.demo.networks import Network
 
 
@@ -39,7 +43,7 @@ def serve(
 
     Example:
         ltm serve
-        ltm serve --run runs/small/model --port 8000
+        ltm serve --run runs/small --port 8000
 
     Args:
         run: a saved network.
@@ -58,70 +62,61 @@ def serve(
         overwrite: replace another run's results there.
     """
     open_folder(output, overwrite=overwrite)
-    if not 0 < port < 65536:
-        raise ValueError(f"port is {port}: it must be between 1 and 65535")
-
-    networks = {}
-    if run is not None or model is not None:
-        own = _own_network(
-            load_model(
-                model,
-                pretrained=pretrained,
-                weights=weights,
-                run=run,
-                num_classes=num_classes,
-                image_size=image_size,
-                model_args=model_args,
-            ),
-            model or str(run),
-            run,
-            class_names,
-            crop_ratio,
-        )
-        networks[own.name] = own
-    elif not embedded:
+    _check_free(host, port)
+    if run is None and model is None and not embedded:
         raise ValueError("embedded: there is no network to show; name one, or give --run")
 
     from ltm.demo.embedded import embedded_network
     from ltm.demo.networks import Gallery
     from ltm.demo.server import serving
 
-    for name in embedded:
-        network = embedded_network(name)
-        networks[network.name] = network
+    networks = [embedded_network(name) for name in embedded]
+    if run is not None or model is not None:
+        network = load_model(
+            model,
+            pretrained=pretrained,
+            weights=weights,
+            run=run,
+            num_classes=num_classes,
+            image_size=image_size,
+            model_args=model_args,
+        )
+        networks.insert(0, own_network(network, model, run, class_names, crop_ratio))
     began = time.monotonic()
-    with serving(Gallery(networks), host=host, port=port) as server:
-        _say(f"Serving on {server.address} (Ctrl-C ends it)")
+    gallery = Gallery({network.name: network for network in networks})
+    with serving(gallery, host=host, port=port) as server:
+        print(f"Serving on {server.address} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         server.wait()
         desk = server.desk
         counts = {"requests": desk.num_requests, "refused": desk.num_refused}
     write_metrics(output, {**counts, "seconds": round(time.monotonic() - began, 1)})
 
 
-def _own_network(
-    network: object,
-    name: str,
+def _check_free(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on, before anything is loaded."""
+    if not 0 < port < 65536:
+        raise ValueError(f"port is {port}: it must be between 1 and 65535")
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"port {port} on {host} cannot be used: {reason}") from error
+
+
+def own_network(
+    network: nn.Module,
+    model: str | None,
     run: Path | None,
     class_names: Path | None,
     crop_ratio: float | None,
 ) -> Network:
-    import dataclasses
-
-    from torch import nn
-
+    """A network that somebody brought, with what is known about its images and classes."""
     from ltm.demo.networks import as_network
     from ltm.export.information import describe, read_class_names, saved_class_names
 
-    assert isinstance(network, nn.Module)
     names = saved_class_names(run) if run is not None else None
     if class_names is not None:
         names = read_class_names(class_names)
     known = describe(network, class_names=names)
-    spec = known.spec
-    if crop_ratio is not None:
-        spec = dataclasses.replace(spec, crop_ratio=crop_ratio)
-    return as_network(name, network, spec, known.class_names)
-
-
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    spec = dataclasses.replace(known.spec, crop_ratio=crop_ratio or known.spec.crop_ratio)
+    return as_network(model or str(run), network, spec, known.class_names)

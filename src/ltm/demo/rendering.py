@@ -38,7 +38,9 @@ CSS = """
 #heatmap img { image-rendering: pixelated; }
 #examples .grid-wrap { overflow: hidden; height: auto; max-height: none; min-height: 0; }
 #examples button { aspect-ratio: 1; height: auto; }
-#examples .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+#examples .grid-container {
+  grid-template: none / repeat(3, minmax(0, 1fr)); grid-auto-rows: auto; gap: 8px;
+}
 @media (max-width: 640px) {
   .ltm-table th, .ltm-table td { padding: 2px 4px !important; font-size: 0.9em; }
   .ltm-table .ltm-bar { width: 35%; }

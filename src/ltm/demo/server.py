@@ -12,6 +12,7 @@ from typing import Any
 
 from ltm.demo.networks import Gallery
 from ltm.demo.uploads import MAX_BYTES
+from ltm.export.extras import optional
 
 LOCAL = "127.0.0.1"
 
@@ -35,43 +36,39 @@ class Server:
 def serving(
     gallery: Gallery, *, host: str = LOCAL, port: int | None = None, examples: int = 6
 ) -> Iterator[Server]:
-    """Serve the page inside the `with`; a port that is taken is a ValueError."""
+    """Serve the page inside the `with`."""
     with tempfile.TemporaryDirectory(prefix="ltm-serve-") as temporary:
         # Gradio reads these when it is imported.
         os.environ["GRADIO_TEMP_DIR"] = temporary
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         os.environ["GRADIO_CHECK_UPDATES"] = "False"
-        import gradio as gr  # noqa: PLC0415 - heavy, and an optional extra
-
+        gr = optional("gradio")
         from ltm.data.shapes import example_pictures  # noqa: PLC0415
         from ltm.demo.page import Desk, build_page  # noqa: PLC0415
         from ltm.demo.rendering import CSS  # noqa: PLC0415
 
         desk = Desk(gallery, example_pictures(examples))
         page = build_page(desk)
-        try:
-            _, address, _ = page.launch(
-                server_name=host,
-                server_port=port,
-                share=False,
-                inbrowser=False,
-                prevent_thread_lock=True,
-                quiet=True,
-                show_error=True,
-                footer_links=[],
-                max_file_size=MAX_BYTES,
-                state_session_capacity=64,
-                ssr_mode=False,
-                pwa=False,
-                mcp_server=False,
-                enable_monitoring=False,
-                theme=gr.themes.Base(
-                    font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
-                ),
-                css=CSS,
-            )
-        except OSError as error:
-            raise ValueError(f"port {port} on {host} cannot be used: {error}") from error
+        _, address, _ = page.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            inbrowser=False,
+            prevent_thread_lock=True,
+            quiet=True,
+            show_error=True,
+            footer_links=[],
+            max_file_size=MAX_BYTES,
+            state_session_capacity=64,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            theme=gr.themes.Base(
+                font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+            ),
+            css=CSS,
+        )
         try:
             yield Server(address=address, folder=Path(temporary), desk=desk, page=page)
         finally:
