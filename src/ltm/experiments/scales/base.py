@@ -36,6 +36,8 @@ class Network:
     tune: Settings
     pretrained: bool = False
     """The untouched network is a published one and is not trained here."""
+    peer_ratio: float | None = None
+    """Share of the MACs of the peers, where they cannot reach the scale's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ class Scale:
     num_layers: int
     """Transformer blocks of `layers`."""
     layer_ratios: tuple[float, ...]
+    layer_epochs: int
     losses: tuple[Network, ...]
     heatmap: Network
     lora: Network

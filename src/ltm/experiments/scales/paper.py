@@ -59,6 +59,7 @@ def paper_scale(sources: Sources) -> Scale:
         layers=networks["mobilevit_s"],
         num_layers=9,
         layer_ratios=(0.3, 0.5, 0.7, 0.9),
+        layer_epochs=50,
         losses=tuple(
             networks[name] for name in ("mobilevit_xs", "mobilevit_s", "efficientvit_b1_r224")
         ),
@@ -115,7 +116,12 @@ def paper_scale(sources: Sources) -> Scale:
 def _network(name: str, data: str) -> Network:
     scratch, tune = (_on(recipes[name], data) for recipes in (SCRATCH, FINETUNE))
     return Network(
-        label=_LABELS[name], stands_for=_LABELS[name], scratch=scratch, tune=tune, pretrained=True
+        label=_LABELS[name],
+        stands_for=_LABELS[name],
+        scratch=scratch,
+        tune=tune,
+        pretrained=True,
+        peer_ratio=0.8 if name.startswith(("mobilevit", "efficientvit")) else None,
     )
 
 

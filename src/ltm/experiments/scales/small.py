@@ -37,7 +37,7 @@ def small_scale(sources: Sources) -> Scale:
             "scale small needs --data: Tiny-ImageNet, a folder or .zip with train and val"
         )
     vit = _vit(sources.data, sources.weights)
-    mobilevit = _grid("MobileViT-XS", "MobileViT-XS", "mobilevit_xs", sources.data, 128)
+    mobilevit = _grid("MobileViT-XS", "MobileViT-XS", "mobilevit_xs", sources.data, 192)
     efficientvit = _grid(
         "EfficientViT-B1", "EfficientViT-B1 [r224]", "efficientvit_b1", sources.data, 128
     )
@@ -63,6 +63,7 @@ def small_scale(sources: Sources) -> Scale:
         layers=as_larger,
         num_layers=9,
         layer_ratios=(0.3, 0.5, 0.7, 0.9),
+        layer_epochs=5,
         losses=(mobilevit, efficientvit),
         heatmap=as_larger,
         lora=vit,
@@ -139,6 +140,7 @@ def _grid(label: str, stands_for: str, name: str, source: str, size: int) -> Net
         stands_for=stands_for,
         scratch=_scratch(model, data, ()),
         tune=_tune(model, data),
+        peer_ratio=None if name.startswith("swin") else 0.8,
     )
 
 

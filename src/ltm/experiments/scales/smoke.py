@@ -64,6 +64,7 @@ def smoke_scale(_sources: Sources) -> Scale:
         layers=vit,
         num_layers=3,
         layer_ratios=(0.5, 0.8),
+        layer_epochs=1,
         losses=(vit,),
         heatmap=vit,
         lora=vit,

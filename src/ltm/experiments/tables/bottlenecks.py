@@ -137,7 +137,7 @@ def by_layer(scale: Scale) -> Table:
 
 def layers(scale: Scale) -> Table:
     """One layer at another ratio than the rest."""
-    network, epochs = scale.layers, scale.finetune_epochs[-1]
+    network, epochs = scale.layers, scale.layer_epochs
     rows, columns = [], []
     for ratio in scale.layer_ratios:
         columns += [top1(f"top-1 r={ratio:g}"), informations(f"IB loss r={ratio:g}")]

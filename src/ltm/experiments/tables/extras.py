@@ -120,7 +120,7 @@ def transfer(scale: Scale) -> Table:
     network, settings = scale.transfer, scale.transfer_tune
     rows: list[Row] = []
     for method in ("none", "tome", "ltm"):
-        ratio = None if method == "none" else ratio_of(method, scale)
+        ratio = None if method == "none" else ratio_of(network, method, scale)
         chosen = started(with_method(settings, method, ratio))
         jobs = [
             Classifier(settings=with_seed(chosen, seed), start=base(network, seed))
