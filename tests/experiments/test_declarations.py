@@ -18,7 +18,7 @@ from ltm.experiments.reading import Reader
 from ltm.experiments.requests import base, tuned
 from ltm.experiments.scales import make_scale, remembered
 from ltm.experiments.scales.base import Sources
-from ltm.experiments.seeds import difference, estimate
+from ltm.experiments.seeds import estimate
 from ltm.experiments.table import Cell, Claim, Column, Row, Table
 from ltm.experiments.tables import EXPERIMENTS
 from ltm.experiments.work.classify import pack_bits
@@ -128,7 +128,6 @@ def test_student_interval() -> None:
     assert found.mean == 2.0
     assert found.reach == pytest.approx(4.303 / 3**0.5)
     assert estimate([5.0]).low is None
-    assert difference([3.0, 5.0], [1.0]).values == (2.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +158,32 @@ def test_verdicts(ours: tuple, theirs: tuple, verdict: str, place: Place) -> Non
     found = judge(table, claim, Reader(place.store))
     assert found.verdict == verdict
     assert found.paper == "+1.00"
+
+
+def test_differences_are_of_the_same_seed(place: Place) -> None:
+    """A seed that is missing in one row takes no part; one published network stands for all."""
+    network = SMALL.finetune[0]
+    jobs = [[tuned(network, m, 0.7, 1, seed) for seed in range(3)] for m in ("ltm", "ltmp")]
+    numbers = {
+        jobs[0][0]: 10.0,
+        jobs[0][2]: 30.0,
+        jobs[1][0]: 9.0,
+        jobs[1][1]: 5.0,
+        jobs[1][2]: 28.0,
+    }
+    for job, number in numbers.items():
+        place.store.finish(job, {"values": {"parameters": 1e6 * number}})
+    cells = [Cell(jobs=tuple(made), measure="parameters") for made in jobs]
+    cells.append(Cell(jobs=(jobs[1][1],), measure="parameters"))
+    table = Table(
+        columns=(Column(name="n"),),
+        rows=tuple(Row(label=n, cells={"n": c}) for n, c in zip("abc", cells, strict=True)),
+    )
+    for other, expected in (("b", (1.0, 2.0)), ("c", (5.0, 25.0))):
+        claim = Claim(row="a", other=other, column="n", expected="higher")
+        found = Reader(place.store).compare(table, claim).estimate
+        assert found is not None
+        assert found.values == expected
 
 
 def test_a_page_without_an_end_mark_is_refused(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ltm.cli.results import open_folder, write_metrics
+from ltm.cli.results import open_folder
 
 if TYPE_CHECKING:
     from ltm.experiments.runner import Summary
@@ -121,6 +122,7 @@ def _run(declared: Declared, store: Store, device: str, devices: int, workers: i
 
 def _write(declared: Declared, store: Store, scale: str, summary: Summary | None) -> None:
     """Write all tables, whatever came of the run; then say what came of it."""
+    from ltm.experiments.store import write_text
     from ltm.experiments.writing import write_table
 
     for experiment, made in declared:
@@ -128,9 +130,8 @@ def _write(declared: Declared, store: Store, scale: str, summary: Summary | None
     if summary is None:
         return
     counts = {"ran": len(summary.ran), "already": len(summary.already)}
-    write_metrics(
-        store.output, {**counts, "failed": summary.failed, "interrupted": summary.interrupted}
-    )
+    metrics = {**counts, "failed": summary.failed, "interrupted": summary.interrupted}
+    write_text(store.output / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     print(f"{counts['ran']} rows run, {counts['already']} there already", end="")
     print(f", {len(summary.failed)} failed" if summary.failed else "")
     if summary.interrupted:

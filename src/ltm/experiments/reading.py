@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ltm.experiments.jobs import Job
 from ltm.experiments.measures import MEASURES, correct_flags
-from ltm.experiments.seeds import Estimate, difference, estimate, image_difference
+from ltm.experiments.seeds import Estimate, estimate, image_difference
 from ltm.experiments.store import Store
 from ltm.experiments.table import Cell, Claim, Table
 
@@ -36,21 +36,24 @@ class Reader:
 
     def read(self, cell: Cell) -> Found:
         """A cell's number over the seeds that are done."""
-        numbers, problem = [], ""
-        for job in cell.jobs:
-            values = self.values(job)
-            if values is None:
-                failure = self.store.failure(job)
-                problem = problem or (f"failed: {failure.error}" if failure else "")
-                continue
-            try:
-                numbers.append(MEASURES[cell.measure](values, cell.of))
-            except (ValueError, KeyError, IndexError, ZeroDivisionError) as error:
-                problem = problem or f"failed: {error}"
-        missing = sum(self.values(job) is None for job in cell.jobs)
+        results = [self._measure(job, cell) for job in cell.jobs]
+        numbers = [number for number in results if isinstance(number, float)]
+        problem = next((text for text in results if isinstance(text, str) and text), "")
+        missing = len(results) - len(numbers)
         if not numbers:
             return Found(problem=problem or "not run", missing=missing)
         return Found(estimate=estimate(numbers), problem=problem, missing=missing)
+
+    def _measure(self, job: Job, cell: Cell) -> float | str:
+        """The number of one seed; or why there is none, empty where it was not run."""
+        values = self.values(job)
+        if values is None:
+            failure = self.store.failure(job)
+            return f"failed: {failure.error}" if failure else ""
+        try:
+            return float(MEASURES[cell.measure](values, cell.of))
+        except (ValueError, KeyError, IndexError, ZeroDivisionError) as error:
+            return f"failed: {error}"
 
     def compare(self, table: Table, claim: Claim) -> Found:
         """The difference that a claim is about, by seed, or by image where there is one seed."""
@@ -63,13 +66,25 @@ class Reader:
         for found in numbers:
             if found.estimate is None:
                 return found
-        left, right = (f.estimate.values for f in numbers if f.estimate is not None)
-        if ours.measure == theirs.measure == "top1" and len(left) == len(right) == 1:
+        if ours.measure == theirs.measure == "top1" and len(ours.jobs) == len(theirs.jobs) == 1:
             flags = [self._flags(cell) for cell in (ours, theirs)]
             if len(flags[0]) == len(flags[1]):
                 return Found(estimate=image_difference(*flags))
+        pairs = self._pairs(ours, theirs)
+        if not pairs:
+            return Found(problem="no seed is done in both rows")
         problem = next((f.problem for f in numbers if f.problem), "")
-        return Found(estimate=difference(left, right), problem=problem)
+        return Found(estimate=estimate([a - b for a, b in pairs]), problem=problem)
+
+    def _pairs(self, ours: Cell, theirs: Cell) -> list[tuple[float, float]]:
+        """Numbers of the same seed; a row of one job stands beside every seed of the other."""
+        length = max(len(ours.jobs), len(theirs.jobs))
+        sides = []
+        for cell in (ours, theirs):
+            numbers = [self._measure(job, cell) for job in cell.jobs]
+            sides.append(numbers * length if len(numbers) == 1 else numbers)
+        pairs = zip(*sides, strict=False)
+        return [(a, b) for a, b in pairs if isinstance(a, float) and isinstance(b, float)]
 
     def _flags(self, cell: Cell) -> list[bool]:
         return next(correct_flags(v) for job in cell.jobs if (v := self.values(job)) is not None)

@@ -20,6 +20,8 @@ from ltm.experiments.place import Place, perform
 
 WAIT_SECONDS = 0.5
 """Between looks at a row that another process works on."""
+STOPPED = 130
+"""What training exits with on Ctrl-C."""
 
 
 @dataclass(kw_only=True)
@@ -111,9 +113,9 @@ class _Call:
         began = time.time()
         try:
             values = perform(job, place)
-        except (KeyboardInterrupt, SystemExit):
-            raise KeyboardInterrupt from None  # training turns Ctrl-C into an exit
-        except Exception as error:  # noqa: BLE001 - a table goes on where one row of it fails
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - one row fails, the table goes on
+            if isinstance(error, SystemExit) and error.code == STOPPED:
+                raise KeyboardInterrupt from None
             self._fail(job, _reason(error), traceback.format_exc(limit=-4))
             return
         if self.store.values(job) is None:
@@ -143,8 +145,8 @@ class _Call:
         }
 
 
-def _reason(error: Exception) -> str:
-    """An error in one line, without folders of this machine."""
+def _reason(error: BaseException) -> str:
+    """An error in one line."""
     words = " ".join(str(error).split()) or "no reason given"
     return f"{type(error).__name__}: {words}"[:300]
 

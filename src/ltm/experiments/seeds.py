@@ -39,17 +39,6 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean=mean, low=mean - reach, high=mean + reach, values=tuple(values))
 
 
-def difference(ours: Sequence[float], others: Sequence[float]) -> Estimate:
-    """The difference of two rows, seed by seed; one value stands for all seeds."""
-    length = max(len(ours), len(others))
-    if len(ours) not in (1, length) or len(others) not in (1, length):
-        length = min(len(ours), len(others))
-    ours, others = (
-        [values[0]] * length if len(values) == 1 else values for values in (ours, others)
-    )
-    return estimate([a - b for a, b in zip(ours, others, strict=False)])
-
-
 def image_difference(ours: Sequence[bool], others: Sequence[bool]) -> Estimate:
     """The difference of two networks in per cent, image by image, for want of seeds."""
     found = paired_interval(torch.tensor(ours), torch.tensor(others))

@@ -21,7 +21,6 @@ from ltm.experiments.tables.classification import (
 )
 from ltm.experiments.tables.declaring import GMACS, cell, claim, top1
 
-RACED = ("none", "tome", "tofu", "ltm")
 STATIC = {"method_options": ("support=learned",)}
 
 
@@ -75,7 +74,10 @@ def lora(scale: Scale) -> Table:
     network, epochs = scale.lora, scale.finetune_epochs[-1]
     variants = {
         label("ltm", network): {},
-        f"{label('ltm', network)} + LoRA": {"tune": {"lora_rank": 8}},
+        f"{label('ltm', network)} + LoRA": {
+            "tune": {"lora_rank": 8},
+            "optim": {"lr": 1e-3, "merger_lr": network.tune.optim.lr},
+        },
         f"{label('ltm', network)}, all trained": {
             "tune": {"trainable": "all"},
             "optim": {"lr": min(network.scratch.optim.lr, 2e-4)},
