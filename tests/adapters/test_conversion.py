@@ -11,6 +11,7 @@ import torch
 import ltm
 import ltm.api
 from ltm.api import collect_statistics_, mergers
+from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.methods import methods
 from toys import GRIDS, SEQUENCES, TOYS, pictures, size_of, toy
 
@@ -74,6 +75,9 @@ def test_a_budget_is_met_and_merging_happens(method, name):
     assert torch.isfinite(after).all()
     assert (after - before).abs().max() > 1e-6
     assert "blocks merge" in str(report)
+    for _, merger in mergers(model):
+        merger.activate_()
+    assert count_macs(meta_copy(model), meta_images((size_of(name),) * 2)) == report.macs_after
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)

@@ -10,15 +10,16 @@ from toys import pictures, size_of, toy
 
 def converted(name="vit", **settings):
     model = toy(name)
-    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, **settings), size_of(name))
+    ltm.merge_tokens_(model, ltm.LTM(**{"ratio": 0.8, **settings}), size_of(name))
     return model
 
 
 def test_without_statistics_the_step_is_zero():
-    images = pictures("vit")
+    images, counts = pictures("vit"), {"ratio": None, "per_block": 0.8}
     with torch.no_grad():
-        informative, uniform = converted()(images), converted(weights="uniform")(images)
-        torch.testing.assert_close(informative, uniform)
+        informative = converted(**counts)(images)
+        uniform = converted(weights="uniform", **counts)(images)
+    torch.testing.assert_close(informative, uniform)
 
 
 def test_statistics_wake_the_step():

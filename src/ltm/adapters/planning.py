@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltm.adapters.base import Adapter, Run
-from ltm.adapters.state import TokenState
+from ltm.adapters.base import Adapter, Run, Slot
+from ltm.adapters.state import Tokens, TokenState
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.core.schedule import (
     Grid,
@@ -42,6 +43,15 @@ class Plan:
     macs_after: int
 
 
+class _Counted(NamedTuple):
+    """What is known about a unit that was run before."""
+
+    macs: int
+    shape: tuple[int, ...]
+    size: Tensor | None
+    """The sizes of the tokens that it leaves."""
+
+
 class Planner:
     """Plans for one model, one method and one input size."""
 
@@ -55,7 +65,8 @@ class Planner:
         self.adapter, self.config = adapter, config
         self.shadow = meta_copy(model)
         self.images = meta_images(image_size)
-        self.memory: dict[object, tuple[int, tuple[int, ...]]] = {}
+        self._units: dict[object, _Counted] = {}
+        self._costs: dict[object, int] = {}
         self.layout = adapter.layout(self.shadow, image_size)
         self.macs_before = count_macs(self.shadow, self.images)
         self.keeps_grid = self.layout.entry is not None and config.keeps_grid()
@@ -78,32 +89,46 @@ class Planner:
 
     def cost(self, counts: Counts) -> int:
         """MACs of the converted network, the mask modules at work."""
-        self.adapter.convert_(self.shadow, self.config, self.sites(counts), TokenState())
+        sites = self.sites(counts)
+        key = self.config, sites
+        if key not in self._costs:
+            self._costs[key] = self._count(sites)
+        return self._costs[key]
+
+    def _count(self, sites: tuple[Site, ...]) -> int:
+        state = TokenState()
+        self.adapter.convert_(self.shadow, self.config, sites, state)
         try:
             for module in self.shadow.modules():
                 if isinstance(module, Merger):
                     module.activate_()
-            units = self.adapter.units(self.shadow)
-            with self._remembering(units) as remembered:
+            with self._remembering(self.adapter.units(self.shadow), state) as remembered:
                 return count_macs(self.shadow, self.images) + sum(remembered)
         finally:
             self.adapter.revert_(self.shadow)
 
     @contextmanager
-    def _remembering(self, units: Sequence[nn.Module]) -> Iterator[list[int]]:
+    def _remembering(self, units: Sequence[nn.Module], state: TokenState) -> Iterator[list[int]]:
         """On `meta` only shapes matter: a unit that was counted before is passed over."""
         remembered: list[int] = []
 
         def pass_over(unit: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            slot: Slot | None = getattr(unit, "slot", None)
+            signature = self.config, _signature(unit)
+
             def run(x: Tensor, *args: object) -> Tensor:
-                key = (_signature(unit), tuple(x.shape))
-                if key in self.memory:
-                    macs, shape = self.memory[key]
-                    remembered.append(macs)
-                    return x.new_empty(shape)
+                key = signature, tuple(x.shape)
+                if key in self._units:
+                    known = self._units[key]
+                    remembered.append(known.macs)
+                    if slot is not None:
+                        state.write(slot.index + 1, Tokens(size=known.size))
+                    return x.new_empty(known.shape)
                 with FlopCounterMode(display=False) as counter:
                     out = forward(x, *args)
-                self.memory[key] = counter.get_total_flops() // 2, tuple(out.shape)
+                left: Tokens | None = None if slot is None else state.read(slot.index + 1)
+                size = None if left is None else left.size
+                self._units[key] = _Counted(counter.get_total_flops() // 2, tuple(out.shape), size)
                 return out
 
             return run
@@ -290,9 +315,6 @@ class Planner:
 def _signature(unit: nn.Module) -> tuple[object, ...]:
     """What the cost of a unit depends on, besides the shape of its input."""
     weights = tuple(tuple(p.shape) for n, p in unit.named_parameters() if "merger" not in n)
-    sites = tuple(
-        (path, type(m).__name__, m.site.num_in, m.site.num_out, m.site.grid_in, m.site.grid_out)
-        for path, m in unit.named_modules()
-        if isinstance(m, Merger)
-    )
+    mergers = ((path, m) for path, m in unit.named_modules() if isinstance(m, Merger))
+    sites = tuple((path, type(m).__name__, m.site) for path, m in mergers)
     return type(unit).__name__, weights, sites

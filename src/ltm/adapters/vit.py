@@ -201,8 +201,8 @@ class ViTAdapter(Adapter):
         become_(vit, _CLASSES[type(vit)])
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        # Intermediates are restored by what the blocks leave in the state, so none is passed over.
-        return []
+        # Intermediates are restored by the merges in the state: then no block can be passed over.
+        return list(model.blocks) if isinstance(model, VisionTransformer) else []
 
     def revert_(self, model: nn.Module) -> None:
         vit = find_vit(model)

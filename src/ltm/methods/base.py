@@ -98,6 +98,8 @@ class Merger(nn.Module, ABC):
     needs: frozenset[str] = frozenset()
     keeps_grid: bool = False
     """Merged tokens form a rectangle again; otherwise grid networks get their grid restored."""
+    own_counts: bool = False
+    """How many tokens stay is decided image by image; what is planned holds on average only."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()

@@ -100,6 +100,7 @@ class LTMPMerger(Merger):
     """A merge threshold and a prune threshold."""
 
     needs = frozenset({"keys", "attention"})
+    own_counts = True
 
     def __init__(self, site: Site, config: LTMP) -> None:
         super().__init__(site)
