@@ -37,8 +37,8 @@ def beside(tables: Iterable[tuple[Experiment, Table]], store: Store, scale: str)
         "",
         (
             f"Scale `{scale}`, written by `ltm table beside` from the saved rows. A claim is a "
-            "difference of two rows: confirmed when our 95% interval (over seeds, or over images "
-            "where there is one seed) lies on the paper's side of zero."
+            "difference of two rows: confirmed when our 95% interval (over seeds; where there is "
+            "one, over images or rounds of a race) lies on the paper's side of zero."
         ),
     ]
     reader = Reader(store)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from matplotlib.axes import Axes
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ltm.experiments.reading import Reader
 from ltm.experiments.store import read_json
-from ltm.experiments.table import Experiment, Picture, Row, Table
+from ltm.experiments.table import Cell, Experiment, Picture, Table
 from ltm.visual.pictures import figure_bytes
 
 _COLOURS = ("#222222", "#d55e00", "#0072b2", "#009e73", "#aa4499", "#e69f00", "#56b4e9", "#999933")
@@ -26,81 +26,106 @@ def draw(experiment: Experiment, table: Table, reader: Reader) -> dict[str, byte
     return drawn
 
 
-def _bars(experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
-    """One bar per row; rows without the column show the first number of the same kind."""
-    bars = []
+def _points(experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
+    """One point per row; rows without the column show the first number of the same kind."""
+    points = []
     kind = picture.column.partition(" @")[0]
     for row in table.rows:
         names = [picture.column, *(c.name for c in table.columns if c.name.startswith(kind))]
         found = [reader.read(row.cells[name]).estimate for name in names if name in row.cells]
         value = next((estimate for estimate in found if estimate is not None), None)
         if value is not None:
-            bars.append((row.label, value))
-    if not bars:
+            points.append((row.label, value))
+    if not points:
         return None
-    figure = Figure(figsize=(6.5, 0.9 + 0.32 * len(bars)), layout="constrained")
+    figure = Figure(figsize=(6.5, 0.9 + 0.3 * len(points)), layout="constrained")
     axes = figure.subplots()
-    means = [value.mean for _, value in bars]
-    axes.barh(
-        [name for name, _ in bars],
-        means,
-        xerr=[value.reach or 0.0 for _, value in bars],
-        color=["#d55e00" if name.startswith("LTM-") else "#8a9aa8" for name, _ in bars],
-        error_kw={"linewidth": 1.0, "capsize": 2.5},
-    )
+    for place, (name, value) in enumerate(points):
+        axes.errorbar(
+            value.mean,
+            place,
+            xerr=value.reach,
+            fmt="o",
+            capsize=2.5,
+            color="#d55e00" if name.startswith("LTM-") else "#44545f",
+        )
+    axes.set_yticks(range(len(points)), [name for name, _ in points])
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.invert_yaxis()
-    spread = max(means) - min(means)
-    if min(means) > 0 and spread < 0.3 * max(means):
-        axes.set_xlim(min(means) - max(spread, 0.5), max(means) + max(spread, 0.5) / 2)
-    return _finished(figure, axes, experiment.title, picture.column)
+    axes.margins(x=0.1)
+    return _finished(figure, [axes], experiment.title, picture.column)
 
 
-def _lines(experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
-    """A line per row over columns of one kind, or one line over the rows of one column."""
-    figure = Figure(figsize=(6, 3.8), layout="constrained")
-    axes = figure.subplots()
-    if any(column.name == picture.column for column in table.columns):
-        _over_rows(axes, table, picture.column, reader)
-    else:
-        for place, row in enumerate(table.rows):
-            _over_columns(axes, table, row, picture.column, reader=reader, colour=_colour(place))
-    if not axes.lines:
-        return None
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=8)
-    return _finished(figure, axes, "", experiment.title)
-
-
-def _over_rows(axes: Axes, table: Table, column: str, reader: Reader) -> None:
+def _cost(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
+    """A column of the rows against their GMACs."""
     points = []
     for row in table.rows:
-        cell, cost = row.cells.get(column), row.cells.get("GMACs")
+        cell, cost = row.cells.get(picture.column), row.cells.get("GMACs")
         if cell is None or cost is None:
             continue
         value, macs = reader.read(cell).estimate, reader.read(cost).estimate
         if value is not None and macs is not None:
             points.append((macs.mean, value.mean, value.reach or 0.0))
-    if points:
-        x, y, reach = zip(*sorted(points), strict=True)
-        axes.errorbar(x, y, yerr=reach, marker="o", capsize=2.5, color="#d55e00")
-    axes.set(xlabel="GMACs", ylabel=f"top-1, {column}")
+    if not points:
+        return None
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    axes = figure.subplots()
+    x, y, reach = zip(*sorted(points), strict=True)
+    axes.errorbar(x, y, yerr=reach, marker="o", capsize=2.5, color="#d55e00")
+    axes.set_ylabel(f"top-1, {picture.column}")
+    return _finished(figure, [axes], "", "GMACs")
 
 
-def _over_columns(
-    axes: Axes, table: Table, row: Row, kind: str, *, reader: Reader, colour: str
+def _lines(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
+    """A line per row over the columns of one kind; a panel per group of rows."""
+    groups = list(dict.fromkeys(row.group for row in table.rows))
+    columns = [c.name for c in table.columns if c.name.startswith(f"{picture.column} ")]
+    figure = Figure(figsize=(1 + 4.2 * len(groups), 3.6), layout="constrained")
+    panels = list(figure.subplots(1, len(groups), squeeze=False)[0])
+    for axes, group in zip(panels, groups, strict=True):
+        for place, row in enumerate(row for row in table.rows if row.group == group):
+            series = [(float(n.rpartition(" ")[2]), row.cells.get(n)) for n in columns]
+            _series(axes, row.label, series, reader=reader, colour=_colour(place))
+        axes.set_title(group, fontsize=10)
+    panels[0].set_ylabel(picture.column)
+    if picture.column == "batch":
+        panels[0].set_ylabel("images per second")
+        for axes in panels:
+            axes.set(xscale="log", yscale="log")
+    return _legended(figure, panels, "batch" if picture.column == "batch" else "layer")
+
+
+def _rows(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
+    """A line per column of one kind over the rows, which are numbered."""
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    axes = figure.subplots()
+    columns = [c.name for c in table.columns if c.name.startswith(f"{picture.column} ")]
+    for place, name in enumerate(columns):
+        series = [(float(row.label.rpartition(" ")[2]), row.cells.get(name)) for row in table.rows]
+        _series(axes, name.rpartition(" ")[2], series, reader=reader, colour=_colour(place))
+    axes.set_ylabel(picture.column)
+    return _legended(figure, [axes], "layer")
+
+
+def _series(
+    axes: Axes,
+    name: str,
+    series: Sequence[tuple[float, Cell | None]],
+    *,
+    reader: Reader,
+    colour: str,
 ) -> None:
+    """Draw the numbers that are there."""
     points = []
-    for column in table.columns:
-        cell = row.cells.get(column.name)
+    for x, cell in series:
         value = None if cell is None else reader.read(cell).estimate
-        if column.name.startswith(f"{kind} ") and value is not None:
-            points.append((float(column.name.rpartition(" ")[2]), value.mean))
+        if value is not None:
+            points.append((x, value.mean, value.reach or 0.0))
     if points:
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, marker="o", markersize=4, label=row.label, color=colour)
-    axes.set(xlabel="batch" if kind == "batch" else "layer", ylabel=kind)
-    if kind == "batch":
-        axes.set(xscale="log", yscale="log", ylabel="images per second")
+        x, y, reach = zip(*points, strict=True)
+        axes.errorbar(
+            x, y, yerr=reach, marker="o", markersize=4, capsize=2, label=name, color=colour
+        )
 
 
 def _history(
@@ -117,11 +142,8 @@ def _history(
             x = [epoch[0]["epoch"] for epoch in epochs]
             y = [fmean(seed[picture.column] for seed in epoch) for epoch in epochs]
             axes.plot(x, y, marker=".", label=row.label, color=_colour(place))
-    if not axes.lines:
-        return None
-    axes.legend(frameon=False, fontsize=8)
-    axes.set(ylabel=picture.name.replace("-", " "))
-    return _finished(figure, axes, "", "epoch")
+    axes.set_ylabel(picture.name.replace("-", " "))
+    return _legended(figure, [axes], "epoch")
 
 
 def _copy(_experiment: Experiment, table: Table, _picture: Picture, reader: Reader) -> bytes | None:
@@ -139,18 +161,30 @@ def _colour(place: int) -> str:
     return _COLOURS[place % len(_COLOURS)]
 
 
-def _finished(figure: Figure, axes: Axes, title: str, xlabel: str) -> bytes:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, fontsize=10)
-    if not axes.get_xlabel():
+def _legended(figure: Figure, panels: Sequence[Axes], xlabel: str) -> bytes | None:
+    if not any(axes.lines for axes in panels):
+        return None
+    for axes in panels:
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=7)
+    return _finished(figure, panels, "", xlabel)
+
+
+def _finished(figure: Figure, panels: Sequence[Axes], title: str, xlabel: str) -> bytes:
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel(xlabel)
-    axes.tick_params(labelsize=8)
+        axes.tick_params(labelsize=8)
+    if title:
+        panels[0].set_title(title, fontsize=10)
     return figure_bytes(figure, dpi=110)
 
 
 _KINDS: dict[str, Callable[[Experiment, Table, Picture, Reader], bytes | None]] = {
-    "bars": _bars,
+    "points": _points,
+    "cost": _cost,
     "lines": _lines,
+    "rows": _rows,
     "history": _history,
     "copy": _copy,
 }

@@ -69,6 +69,13 @@ def throughput(values: Values, of: Of) -> float:
     return values["batch_size"] / median(_seconds(values, of))
 
 
+def rounds(measure: str, values: Values, of: Of) -> list[float]:
+    """What `milliseconds` or `throughput` is in each round of a race."""
+    one = MEASURES[measure]
+    alone = [{**values, "seconds": {of: [second]}} for second in _seconds(values, of)]
+    return [one(part, of) for part in alone]
+
+
 def _seconds(values: Values, of: Of) -> list[float]:
     if of in values["errors"]:
         raise ValueError(f"did not run: {values['errors'][of]}")

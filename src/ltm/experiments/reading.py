@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ltm.experiments.jobs import Job
-from ltm.experiments.measures import MEASURES, correct_flags
+from ltm.experiments.measures import MEASURES, correct_flags, rounds
 from ltm.experiments.seeds import Estimate, estimate, image_difference
 from ltm.experiments.store import Store
 from ltm.experiments.table import Cell, Claim, Table
+
+RACED = ("milliseconds", "throughput")
+"""Measures of a race, whose rounds are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,8 @@ class Reader:
             flags = [self._flags(cell) for cell in (ours, theirs)]
             if len(flags[0]) == len(flags[1]):
                 return Found(estimate=image_difference(*flags))
+        if ours.jobs == theirs.jobs and ours.measure in RACED:
+            return Found(estimate=self._by_round(ours, theirs))
         pairs = self._pairs(ours, theirs)
         if not pairs:
             return Found(problem="no seed is done in both rows")
@@ -85,6 +90,13 @@ class Reader:
             sides.append(numbers * length if len(numbers) == 1 else numbers)
         pairs = zip(*sides, strict=False)
         return [(a, b) for a, b in pairs if isinstance(a, float) and isinstance(b, float)]
+
+    def _by_round(self, ours: Cell, theirs: Cell) -> Estimate:
+        """The difference of two entrants of a race, round by round."""
+        values = self.values(ours.jobs[0])
+        assert values is not None, "it was read before"
+        sides = [rounds(cell.measure, values, cell.of) for cell in (ours, theirs)]
+        return estimate([a - b for a, b in zip(*sides, strict=True)])
 
     def _flags(self, cell: Cell) -> list[bool]:
         return next(correct_flags(v) for job in cell.jobs if (v := self.values(job)) is not None)

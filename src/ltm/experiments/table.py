@@ -40,6 +40,8 @@ class Row:
     paper: Mapping[str, float] = field(default_factory=dict)
     paper_label: str = ""
     """The paper's row that stands beside this one."""
+    group: str = ""
+    """Rows of one group are drawn together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class Claim:
 class Picture:
     """A plot of a table: how it is drawn, of which column."""
 
-    kind: Literal["bars", "lines", "history", "copy"]
+    kind: Literal["points", "cost", "lines", "rows", "history", "copy"]
     column: str = ""
     name: str = "plot"
 

@@ -57,7 +57,7 @@ def finetuned(scale: Scale) -> Table:
     after = [0, *epochs]
     columns = [GMACS, *(top1(f"top-1 @{number}") for number in after)]
     columns += [informations(f"{kind} @{number}") for kind in _INFORMATION for number in after]
-    picture = Picture(kind="bars", column=f"IB loss @{epochs[-1]}", name="ib-loss")
+    picture = Picture(kind="points", column=f"IB loss @{epochs[-1]}", name="ib-loss")
     return Table(
         columns=tuple(columns), rows=tuple(rows), claims=tuple(claims), pictures=(picture,),
         notes=(_NOTE,),
@@ -86,7 +86,7 @@ def scratch(scale: Scale) -> Table:
         for kind in _INFORMATION:
             claims += _claims(rows, network, kind, kind)
     columns = (GMACS, top1(), *(informations(kind) for kind in _INFORMATION))
-    picture = Picture(kind="bars", column="IB loss", name="ib-loss")
+    picture = Picture(kind="points", column="IB loss", name="ib-loss")
     return Table(
         columns=columns, rows=tuple(rows), claims=tuple(claims), pictures=(picture,), notes=(_NOTE,)
     )
@@ -160,7 +160,10 @@ def layers(scale: Scale) -> Table:
         columns=tuple(columns),
         rows=tuple(rows),
         claims=tuple(_layer_claims(rows, scale)),
-        pictures=(Picture(kind="bars", column=columns[0].name, name="layers"),),
+        pictures=(
+            Picture(kind="rows", column="top-1", name="top1"),
+            Picture(kind="rows", column="IB loss", name="ib-loss"),
+        ),
         notes=(
             (
                 f"{network.label}, fine-tuned for {epochs} epochs; every layer keeps "

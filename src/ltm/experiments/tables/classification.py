@@ -68,7 +68,7 @@ def finetune(scale: Scale) -> Table:
         columns=columns,
         rows=tuple(rows),
         claims=tuple(claims),
-        pictures=(Picture(kind="bars", column=f"top-1 @{epochs[-1]}", name="top1"),),
+        pictures=(Picture(kind="points", column=f"top-1 @{epochs[-1]}", name="top1"),),
         notes=notes,
     )
 
@@ -149,7 +149,7 @@ def scratch(scale: Scale) -> Table:
         columns=(PARAMETERS, GMACS, top1()),
         rows=tuple(rows),
         claims=tuple(claims),
-        pictures=(Picture(kind="bars", column="top-1", name="top1"),),
+        pictures=(Picture(kind="points", column="top-1", name="top1"),),
         notes=(
             (
                 "As in the paper, ToMe and ToFu merge in the untouched network without training, "
@@ -215,7 +215,7 @@ def sweep(scale: Scale) -> Table:
         columns=(GMACS, top1("from scratch"), top1("fine-tuned")),
         rows=tuple(rows),
         claims=tuple(claims),
-        pictures=(Picture(kind="lines", column="fine-tuned", name="sweep"),),
+        pictures=(Picture(kind="cost", column="fine-tuned", name="sweep"),),
         notes=tuple(
             [f"Fine-tuned is {network.label}, from scratch {other.label}."]
             if other is not None and other.label != network.label

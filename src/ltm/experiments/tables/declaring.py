@@ -43,15 +43,18 @@ def claim(
     *,
     other_column: str | None = None,
 ) -> Claim:
-    """A claim with the difference that the paper prints, if it prints both numbers."""
+    """A claim; where the paper prints both numbers they decide what is expected."""
     found = {row.label: row.paper for row in rows}
     ours = found.get(first, {}).get(column)
     theirs = found.get(other, {}).get(other_column or column)
+    printed = None if ours is None or theirs is None else ours - theirs
+    if printed:
+        expected = "higher" if printed > 0 else "lower"
     return Claim(
         row=first,
         other=other,
         column=column,
         other_column=other_column,
         expected=expected,
-        paper=None if ours is None or theirs is None else ours - theirs,
+        paper=printed,
     )

@@ -75,7 +75,7 @@ def _table(
         columns=columns,
         rows=tuple(rows),
         claims=tuple(claims),
-        pictures=(Picture(kind="bars", column=first, name="precision"),),
+        pictures=(Picture(kind="points", column=first, name="precision"),),
         notes=(f"Images: {settings.data.source.rpartition('/')[2]}.",),
     )
 

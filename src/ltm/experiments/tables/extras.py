@@ -112,7 +112,7 @@ def lora(scale: Scale) -> Table:
         columns=columns,
         rows=tuple(rows),
         claims=claims,
-        pictures=(Picture(kind="bars", column="top-1", name="top1"),),
+        pictures=(Picture(kind="points", column="top-1", name="top1"),),
         notes=(f"{epochs} epochs each, from the same network.",),
     )
 
@@ -135,7 +135,7 @@ def transfer(scale: Scale) -> Table:
         columns=(GMACS, top1()),
         rows=tuple(rows),
         claims=tuple(claim(rows, names[0], other, "top-1", "higher") for other in names[1:]),
-        pictures=(Picture(kind="bars", column="top-1", name="top1"),),
+        pictures=(Picture(kind="points", column="top-1", name="top1"),),
         notes=("All weights train on the new classes; merging is on from the first step.",),
     )
 
@@ -172,7 +172,7 @@ def throughput(scale: Scale) -> Table:
             cells = {
                 f"batch {size}": cell("throughput", [race], method) for size, race in races.items()
             }
-            rows.append(Row(label=name, cells=cells))
+            rows.append(Row(label=name, cells=cells, group=network.label))
         claims += [
             claim(rows, label("ltm", network), label(method, network), column.name, "higher")
             for method in UNTRAINED
