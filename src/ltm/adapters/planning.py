@@ -6,16 +6,14 @@ Everything here happens on a copy of the model on `meta`; the user's model is no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
-from ltm.adapters.base import Adapter, Run, Slot
-from ltm.adapters.state import Tokens, TokenState
+from ltm.adapters.base import Adapter, Run
+from ltm.adapters.state import TokenState
+from ltm.adapters.tally import Tally
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.core.schedule import (
     Grid,
@@ -43,15 +41,6 @@ class Plan:
     macs_after: int
 
 
-class _Counted(NamedTuple):
-    """What is known about a unit that was run before."""
-
-    macs: int
-    shape: tuple[int, ...]
-    size: Tensor | None
-    """The sizes of the tokens that it leaves."""
-
-
 class Planner:
     """Plans for one model, one method and one input size."""
 
@@ -64,11 +53,11 @@ class Planner:
     ) -> None:
         self.adapter, self.config = adapter, config
         self.shadow = meta_copy(model)
-        self.images = meta_images(image_size)
-        self._units: dict[object, _Counted] = {}
+        images = meta_images(image_size)
+        self.tally = Tally(self.shadow, images)
         self._costs: dict[object, int] = {}
         self.layout = adapter.layout(self.shadow, image_size)
-        self.macs_before = count_macs(self.shadow, self.images)
+        self.macs_before = count_macs(self.shadow, images)
         self.keeps_grid = self.layout.entry is not None and config.keeps_grid()
         self.chosen = self._chosen_blocks()
 
@@ -102,44 +91,9 @@ class Planner:
             for module in self.shadow.modules():
                 if isinstance(module, Merger):
                     module.activate_()
-            with self._remembering(self.adapter.units(self.shadow), state) as remembered:
-                return count_macs(self.shadow, self.images) + sum(remembered)
+            return self.tally.count(self.adapter.units(self.shadow), self.config, state)
         finally:
             self.adapter.revert_(self.shadow)
-
-    @contextmanager
-    def _remembering(self, units: Sequence[nn.Module], state: TokenState) -> Iterator[list[int]]:
-        """On `meta` only shapes matter: a unit that was counted before is passed over."""
-        remembered: list[int] = []
-
-        def pass_over(unit: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            slot: Slot | None = getattr(unit, "slot", None)
-            signature = self.config, _signature(unit)
-
-            def run(x: Tensor, *args: object) -> Tensor:
-                key = signature, tuple(x.shape)
-                if key in self._units:
-                    known = self._units[key]
-                    remembered.append(known.macs)
-                    if slot is not None:
-                        state.write(slot.index + 1, Tokens(size=known.size))
-                    return x.new_empty(known.shape)
-                with FlopCounterMode(display=False) as counter:
-                    out = forward(x, *args)
-                left: Tokens | None = None if slot is None else state.read(slot.index + 1)
-                size = None if left is None else left.size
-                self._units[key] = _Counted(counter.get_total_flops() // 2, tuple(out.shape), size)
-                return out
-
-            return run
-
-        for unit in units:
-            unit.forward = pass_over(unit, unit.forward)
-        try:
-            yield remembered
-        finally:
-            for unit in units:
-                del unit.forward
 
     def _chosen_blocks(self) -> tuple[int, ...]:
         num_blocks = len(self.layout.blocks)
@@ -310,11 +264,3 @@ class Planner:
             num_in=num_in,
             num_out=num_out,
         )
-
-
-def _signature(unit: nn.Module) -> tuple[object, ...]:
-    """What the cost of a unit depends on, besides the shape of its input."""
-    weights = tuple(tuple(p.shape) for n, p in unit.named_parameters() if "merger" not in n)
-    mergers = ((path, m) for path, m in unit.named_modules() if isinstance(m, Merger))
-    sites = tuple((path, type(m).__name__, m.site) for path, m in mergers)
-    return type(unit).__name__, weights, sites
