@@ -36,10 +36,11 @@ def smoke(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
         if not output.is_dir():
             arguments = ("table", "all", "--scale", "smoke", "--output", str(output))
             both = [start(*arguments, "--device", "cpu") for _ in range(2)]
-            for number, process in enumerate(both):
-                said, _ = process.communicate(timeout=900)
-                (shared / f"smoke-tables-{number}.txt").write_text(said)
-                assert process.returncode == 0, said[-3000:]
+            said = [process.communicate(timeout=900)[0] for process in both]
+            for number, text in enumerate(said):
+                (shared / f"smoke-tables-{number}.txt").write_text(text)
+            problems = [text[-3000:] for p, text in zip(both, said, strict=True) if p.returncode]
+            assert not problems, problems[0]
     return output
 
 

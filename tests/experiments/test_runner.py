@@ -132,3 +132,22 @@ def test_a_locked_row_is_left_to_whoever_runs_it(place: Place) -> None:
     runner.join(timeout=30)
     assert CALLS == [2]
     assert (done[0].ran, done[0].already) == ([identity(second)], [identity(first)])
+
+
+def test_a_network_is_there_only_with_its_row(place: Place) -> None:
+    """Another process has written the network and still measures it: whoever needs it waits."""
+    base = Count(number=1)
+    lock = place.store.lock(base)
+    lock.acquire()
+    place.store.network_folder(base).mkdir(parents=True)
+    done = []
+    needs = Count(number=2, start=base)
+    runner = threading.Thread(target=lambda: done.append(run_jobs([needs], place)))
+    runner.start()
+    runner.join(timeout=1.0)
+    assert runner.is_alive()
+    place.store.finish(base, {"values": {"parameters": 7e6}})
+    lock.release()
+    runner.join(timeout=30)
+    assert (done[0].ran, done[0].failed) == ([identity(needs)], {})
+    assert CALLS == [2]

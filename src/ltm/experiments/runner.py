@@ -123,8 +123,12 @@ class _Call:
         self.summary.ran.append(name)
 
     def _ready(self, need: Job) -> bool:
-        if not self.place.has_network(need):
+        """Whether a needed network is there; another process may be about to finish its row."""
+        if not self._complete(need):
             self._try(need, wait=True)
+        return self._complete(need)
+
+    def _complete(self, need: Job) -> bool:
         return self.place.has_network(need) and self.store.values(need) is not None
 
     def _fail(self, job: Job, error: str, trace: str = "") -> None:
