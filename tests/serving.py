@@ -1,7 +1,6 @@
 """`ltm serve` as tests see it: the command itself, in a process of its own."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -45,10 +44,10 @@ class Served:
                 pytest.fail(f"ltm serve did not start:\n{self.said}")
             time.sleep(0.1)
 
-    def interrupt(self) -> int:
-        """End it as Ctrl-C does; its exit code."""
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=20)
+    def end(self) -> int:
+        """End it as services are ended, which is as Ctrl-C does; its exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout=60)
 
 
 def start(temporary: Path, output: Path) -> Served:

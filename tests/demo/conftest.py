@@ -18,7 +18,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         running.wait_until_serving()
         yield running
-        assert running.interrupt() == 0
+        assert running.end() == 0
     finally:
         running.process.kill()
         running.process.wait()

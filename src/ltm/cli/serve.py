@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import socket
 import sys
 import time
@@ -86,6 +87,8 @@ def serve(
     gallery = Gallery({network.name: network for network in networks})
     with serving(gallery, host=host, port=port) as server:
         print(f"Serving on {server.address} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        # Services are ended so; the temporary folder must go then too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         server.wait()
         desk = server.desk
         counts = {"requests": desk.num_requests, "refused": desk.num_refused}

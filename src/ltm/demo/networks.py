@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,12 +25,9 @@ from ltm.methods.ltmp import LTMPMerger
 from ltm.training.budget import set_thresholds_
 
 SAVED = "as saved"
-METHODS: dict[str, Callable[[float], MethodConfig]] = {
-    "LTM": lambda ratio: LTM(ratio=ratio),
-    "ToMe": lambda ratio: ToMe(ratio=ratio),
-    "ToFu": lambda ratio: ToFu(ratio=ratio),
-    "LTMP": lambda ratio: LTMP(ratio=ratio),
-}
+METHODS: dict[str, type[MethodConfig]] = {"LTM": LTM, "ToMe": ToMe, "ToFu": ToFu, "LTMP": LTMP}
+NEED_IMAGES = ("LTMP",)
+"""Methods that meet a ratio only after thresholds were set on images."""
 KEPT = 12
 """Merging copies that are kept; they share their weights with the original."""
 
@@ -51,7 +48,8 @@ class Network:
     @property
     def methods(self) -> tuple[str, ...]:
         """What can be chosen for it."""
-        return ((SAVED,) if self.saved is not None else ()) + tuple(METHODS)
+        known = [name for name in METHODS if self.sample is not None or name not in NEED_IMAGES]
+        return (*((SAVED,) if self.saved is not None else ()), *known)
 
 
 def as_network(
@@ -101,7 +99,7 @@ class Gallery:
         key = name, method, round(ratio, 3)
         with self._lock:
             if key not in self._made:
-                self._made[key] = _merging_copy(network, METHODS[method](key[2]))
+                self._made[key] = _merging_copy(network, METHODS[method](ratio=key[2]))
             self._made.move_to_end(key)
             while len(self._made) > self.kept:
                 self._made.popitem(last=False)
