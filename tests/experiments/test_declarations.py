@@ -40,6 +40,8 @@ def test_list_names_every_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["finetunes"], "did you mean finetune"),
         (["finetune", "--scale", "small"], "needs --data"),
         (["finetune", "--scale", "paper"], "needs --data"),
+        (["finetune", "--scale", "small", "--data", "no-such-folder"], "no data at no-such-folder"),
+        (["finetune", "--minutes", "0"], "minutes is 0"),
         (["finetune", "--seeds", "0"], "seeds is 0"),
         (["finetune", "--devices", "0"], "devices is 0"),
     ],

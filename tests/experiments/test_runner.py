@@ -1,7 +1,7 @@
 """Jobs that cost nothing: what is done stays, what fails is noted, what stops goes on."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -103,6 +103,13 @@ def test_ctrl_c_leaves_what_is_done(place: Place) -> None:
     STOPS.clear()
     summary = run_jobs(jobs, place)
     assert (len(summary.ran), len(summary.already), summary.interrupted) == (2, 1, False)
+
+
+def test_out_of_time_no_further_row_begins(place: Place) -> None:
+    jobs = [Count(number=1), Count(number=2)]
+    summary = run_jobs(jobs, replace(place, deadline=0.0))
+    assert (summary.ran, summary.left, CALLS) == ([], 2, [])
+    assert len(run_jobs(jobs, place).ran) == 2
 
 
 def test_a_lost_network_is_made_again_but_its_row_stays(place: Place) -> None:

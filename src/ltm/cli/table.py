@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +13,7 @@ import tyro
 from ltm.cli.results import open_folder
 
 if TYPE_CHECKING:
+    from ltm.experiments.place import Place
     from ltm.experiments.runner import Summary
     from ltm.experiments.scales.base import Scale
     from ltm.experiments.store import Store
@@ -32,6 +35,7 @@ def table(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     devices: int = 1,
     workers: int = 0,
+    minutes: float | None = None,
     draw_only: bool = False,
     readme: Path | None = None,
 ) -> None:
@@ -62,6 +66,7 @@ def table(
         device: where networks run.
         devices: processes that train together, one per GPU.
         workers: loader processes.
+        minutes: begin no further row after so many minutes; the same command goes on later.
         draw_only: write tables from the rows that are there, and run nothing.
         readme: page to put the paper beside ours into (beside only).
     """
@@ -74,7 +79,7 @@ def table(
     experiments = find_experiments("all" if name == "beside" else name)
     if devices < 1:
         raise ValueError(f"devices is {devices}, but must be at least 1")
-    from ltm.experiments.scales import make_scale, remembered
+    from ltm.experiments.scales import check, make_scale, remembered
     from ltm.experiments.scales.base import Sources
     from ltm.experiments.store import Store
 
@@ -84,11 +89,20 @@ def table(
     sources = Sources(data=data, coco=coco, weights=weights, transfer=transfer)
     sources = remembered(store, scale, sources, runs=not (draw_only or name == "beside"))
     chosen = _with_seeds(make_scale(scale, sources), seeds)
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes is {minutes}, but must be positive")
     declared = [(experiment, experiment.declare(chosen)) for experiment in experiments]
     if name == "beside":
         _write_beside(declared, store, scale, readme)
         return
-    summary = None if draw_only else _run(declared, store, device, devices, workers)
+    summary = None
+    if not draw_only:
+        check(scale, sources)
+        deadline = math.inf if minutes is None else time.time() + 60 * minutes
+        place = _place(store, device, devices=devices, workers=workers, deadline=deadline)
+        from ltm.experiments.runner import run_jobs
+
+        summary = run_jobs([job for _, made in declared for job in made.jobs()], place)
     _write(declared, store, scale, summary)
 
 
@@ -102,22 +116,21 @@ def _with_seeds(scale: Scale, number: int | None) -> Scale:
     return replace(scale, seeds=tuple(range(number)))
 
 
-def _run(declared: Declared, store: Store, device: str, devices: int, workers: int) -> Summary:
+def _place(store: Store, device: str, *, devices: int, workers: int, deadline: float) -> Place:
     from rich.console import Console
 
     import ltm.experiments.work  # noqa: F401 - registers how jobs are run
     from ltm.evaluation.processes import local_device
     from ltm.experiments.place import Place
-    from ltm.experiments.runner import run_jobs
 
-    place = Place(
+    return Place(
         store=store,
         device=local_device(device),
         workers=workers,
         devices=devices,
         console=Console(highlight=False, markup=False, soft_wrap=True),
+        deadline=deadline,
     )
-    return run_jobs([job for _, made in declared for job in made.jobs()], place)
 
 
 def _write(declared: Declared, store: Store, scale: str, summary: Summary | None) -> None:
@@ -130,10 +143,17 @@ def _write(declared: Declared, store: Store, scale: str, summary: Summary | None
     if summary is None:
         return
     counts = {"ran": len(summary.ran), "already": len(summary.already)}
-    metrics = {**counts, "failed": summary.failed, "interrupted": summary.interrupted}
+    metrics = {
+        **counts,
+        "left": summary.left,
+        "failed": summary.failed,
+        "interrupted": summary.interrupted,
+    }
     write_text(store.output / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     print(f"{counts['ran']} rows run, {counts['already']} there already", end="")
     print(f", {len(summary.failed)} failed" if summary.failed else "")
+    if summary.left:
+        print(f"out of time: {summary.left} rows are left; the same command goes on from there")
     if summary.interrupted:
         print("stopped: the tables hold what is done; the same command goes on from there")
         raise SystemExit(130)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import singledispatch
 from pathlib import Path
@@ -25,6 +26,8 @@ class Place:
     devices: int = 1
     """Processes that train together, one per device."""
     console: Console
+    deadline: float = math.inf
+    """When no further row is begun, in seconds since 1970."""
 
     def work(self, job: Job) -> Path:
         """The job's own folder for what can be made again."""

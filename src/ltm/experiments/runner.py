@@ -33,6 +33,8 @@ class Summary:
     """Finished before, or by another process."""
     failed: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
+    left: int = 0
+    """Rows that were not begun, for want of time."""
 
 
 def run_jobs(jobs: Iterable[Job], place: Place) -> Summary:
@@ -58,9 +60,12 @@ class _Call:
             busy = []
             for number, job in enumerate(wanted, 1):
                 self.progress = f"{number} of {len(wanted)}"
+                if time.time() >= self.place.deadline:
+                    self.summary.left = len(wanted) - number + 1
+                    break
                 if not self._try(job, wait=False):
                     busy.append(job)
-            for job in busy:
+            for job in busy if not self.summary.left else ():
                 self._try(job, wait=True)
         except KeyboardInterrupt:
             self.summary.interrupted = True

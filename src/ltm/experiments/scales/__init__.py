@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from ltm.experiments.scales.base import Scale, ScaleName, Sources
 from ltm.experiments.scales.paper import paper_scale
@@ -31,6 +31,22 @@ def remembered(store: Store, scale: ScaleName, given: Sources, *, runs: bool) ->
             write_text(path, json.dumps({**known, scale: names}, indent=1) + "\n")
         return given
     return given if any(dataclasses.astuple(given)) else Sources(**known.get(scale, {}))
+
+
+def check(scale: ScaleName, given: Sources) -> None:
+    """Refuse data that cannot be opened, before anything is run."""
+    if scale == "smoke":
+        return
+    from ltm.data.classification import open_dataset  # noqa: PLC0415 - imports torch
+    from ltm.data.detection import open_detection  # noqa: PLC0415
+
+    for source in (given.data, given.transfer):
+        if source is not None:
+            open_dataset(source, split="val", holdout_ratio=0.1)
+    if given.coco is not None:
+        open_detection(given.coco, split="val", masks=False)
+    if given.weights is not None and not Path(given.weights).is_file():
+        raise FileNotFoundError(f"weights is {given.weights}: there is no such file")
 
 
 def _name(source: str) -> str:
