@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         token_counts as token_counts,
         unmerge_tokens_ as unmerge_tokens_,
     )
+    from ltm.calibration import calibrate as calibrate
     from ltm.core.bottleneck import (
         InformationBottleneck as InformationBottleneck,
         information_bottleneck as information_bottleneck,
@@ -41,6 +42,7 @@ _HOMES = {
         "token_counts",
         "unmerge_tokens_",
     ),
+    "ltm.calibration": ("calibrate",),
     "ltm.core.bottleneck": ("InformationBottleneck", "information_bottleneck"),
     "ltm.core.clustering": ("image_features",),
     "ltm.methods": ("LTM", "LTMP", "ToFu", "ToMe"),

@@ -17,7 +17,7 @@ from ltm.calibration.result import CalibrationResult
 from ltm.calibration.schedules import Schedule, Setting, config_of, unscheduled
 from ltm.calibration.search import Progress, Search, Space
 from ltm.calibration.sensitivity import Sensitivity
-from ltm.calibration.sequences import SequenceSpace, Variant, probe_blocks
+from ltm.calibration.sequences import SequenceSpace, Variants, probe_blocks
 from ltm.calibration.settings import Settings, check_budget, check_images
 from ltm.calibration.trials import Trials
 from ltm.methods.ltm import LTM
@@ -80,7 +80,7 @@ class Calibration:
         images: Tensor,
         config: LTM | None,
         settings: Settings,
-        progress: Progress,
+        progress: Progress = lambda _: None,
     ) -> None:
         self.settings = settings
         self.size = (images.shape[-2], images.shape[-1])
@@ -122,6 +122,7 @@ class Calibration:
                 self.search.consider(schedule, "start")
             self.search.refine(space, self.settings.num_trials)
         except KeyboardInterrupt:
+            self.trials.tidy_()
             if self.search.best is None:
                 raise
             interrupted = True
@@ -175,21 +176,25 @@ class Calibration:
     def _space(self, budget: float) -> Space:
         if not self.on_sequence:
             return GridSpace(self.cost, budget, frame=self.frame, points=self._points)
-        sensitivity, variants = self._sensitivity
         assert isinstance(self.cost, SequenceCost)
         return SequenceSpace(
             self.cost,
             budget,
             levels=self.levels,
             num_sites=self.settings.num_sites,
-            sensitivity=sensitivity,
-            variants=variants,
+            sensitivity=self._sensitivity,
+            variants=self._variants,
         )
 
     @cached_property
-    def _sensitivity(self) -> tuple[Sensitivity, dict[int, dict[Variant, float]]]:
+    def _sensitivity(self) -> Sensitivity:
         assert isinstance(self.cost, SequenceCost)
         return probe_blocks(self.search, self.cost.num_in, self.cost.depth)
+
+    @cached_property
+    def _variants(self) -> Variants:
+        assert isinstance(self.cost, SequenceCost)
+        return Variants(self.search, self.cost.num_in)
 
     @cached_property
     def _points(self) -> dict[int, list[Point]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ltm.calibration.costs import SequenceCost
 from ltm.calibration.schedules import Schedule, Setting
@@ -19,29 +19,29 @@ PLAIN: Variant = ("norm", 1.0)
 VARIANTS: tuple[Variant, ...] = (
     PLAIN,
     ("norm", 0.0),
-    ("norm", 0.5),
-    ("norm", 2.0),
     ("merge", 1.0),
+    ("merge", 0.0),
     ("prune_redundant", 1.0),
+    ("prune_redundant", 0.0),
     ("prune_unimportant", 0.0),
 )
 
-HOPELESS = 1.0
+HOPELESS = 0.5
 """A divergence beyond which a block is not asked to give up still more tokens."""
 
 _PROBE = 0.25
 """The share of tokens whose leaving tells the variants of a block apart."""
 
-_WORTH_TRYING = 1.5
-"""Variants that did worse than the best by more than this factor are left out."""
+_WORTH_TRYING = 1.25
+"""Variants that did worse than the plain one by more than this factor are left out."""
+
+_HARMLESS = 1e-7
+"""A divergence that makes no difference, nor do variants then."""
 
 
-def probe_blocks(
-    search: Search, num_in: int, depth: int
-) -> tuple[Sensitivity, dict[int, dict[Variant, float]]]:
-    """Ask every block what it minds: by how many tokens leave, and by how they do."""
+def probe_blocks(search: Search, num_in: int, depth: int) -> Sensitivity:
+    """Ask every block how much it minds that tokens leave."""
     curves: dict[int, list[tuple[int, float]]] = {}
-    variants: dict[int, dict[Variant, float]] = {}
     for block in range(depth):
         curves[block] = []
         for share in LEAVING:
@@ -50,12 +50,29 @@ def probe_blocks(
             curves[block].append((leaving, divergence))
             if divergence > HOPELESS:
                 break
-        count = num_in - max(1, round(_PROBE * num_in))
-        plain = dict(curves[block]).get(num_in - count, curves[block][-1][1])
-        variants[block] = {PLAIN: plain}
-        for variant in VARIANTS[1:]:
-            variants[block][variant] = search.probe((_setting(block, count, variant),))
-    return Sensitivity(num_in, curves), variants
+    return Sensitivity(num_in, curves)
+
+
+class Variants:
+    """How good the ways to merge are at each block, as factors of the plain one's divergence.
+
+    Only blocks that are asked for are probed.
+    """
+
+    def __init__(self, search: Search, num_in: int) -> None:
+        self._search, self._num_in = search, num_in
+        self._known: dict[int, dict[Variant, float]] = {}
+
+    def at(self, block: int) -> dict[Variant, float]:
+        """The factors at a block; only the plain one where nothing makes a difference."""
+        if block not in self._known:
+            count = self._num_in - max(1, round(_PROBE * self._num_in))
+            plain = self._search.probe((_setting(block, count, PLAIN),))
+            self._known[block] = {PLAIN: 1.0}
+            for variant in VARIANTS[1:] if plain > _HARMLESS else ():
+                divergence = self._search.probe((_setting(block, count, variant),))
+                self._known[block][variant] = divergence / plain
+        return self._known[block]
 
 
 class SequenceSpace:
@@ -69,7 +86,7 @@ class SequenceSpace:
         levels: Sequence[int],
         num_sites: int,
         sensitivity: Sensitivity,
-        variants: Mapping[int, Mapping[Variant, float]],
+        variants: Variants,
     ) -> None:
         self.cost, self.budget, self.num_sites = cost, budget, num_sites
         self.levels = sorted(level for level in levels if level < cost.num_in)
@@ -101,9 +118,10 @@ class SequenceSpace:
         for setting in schedule:
             assert isinstance(setting.count, int)
             step = self.sensitivity.step(setting.block, before, setting.count)
-            known = self.variants[setting.block]
             variant = (setting.operator, setting.protection)
-            total += step * (known[variant] + 1e-9) / (known[PLAIN] + 1e-9)
+            if variant != PLAIN:
+                step *= self.variants.at(setting.block).get(variant, 1.0)
+            total += step
             before = setting.count
         return total
 
@@ -138,13 +156,13 @@ class SequenceSpace:
             candidates += [
                 _replaced(schedule, index, block=block)
                 for block in range(setting.block - 2, setting.block + 3)
-                if block in self.variants and block not in taken
+                if 0 <= block < self.cost.depth and block not in taken
             ]
             candidates.append((*schedule[:index], *schedule[index + 1 :]))
         if len(schedule) < self.num_sites:
             candidates += [
                 added
-                for block in self.variants
+                for block in range(self.cost.depth)
                 if block not in taken and (added := self._added(schedule, block)) is not None
             ]
         for candidate in candidates:
@@ -165,10 +183,8 @@ class SequenceSpace:
     def _swaps(self, schedule: Schedule) -> Iterator[Schedule]:
         """A site merges another way, if that is any good there."""
         for index, setting in enumerate(schedule):
-            known = self.variants[setting.block]
-            limit = _WORTH_TRYING * min(known.values()) + 1e-9
-            for (operator, protection), divergence in known.items():
-                if divergence <= limit:
+            for (operator, protection), factor in self.variants.at(setting.block).items():
+                if factor <= _WORTH_TRYING:
                     changed = _replaced(schedule, index, operator=operator, protection=protection)
                     fitted = self._fit(changed, index)
                     if fitted is not None:

@@ -12,6 +12,7 @@ from importlib import import_module
 COMMANDS = {
     "train": "Train a token-merging network from scratch on labelled images.",
     "finetune": "Make a pretrained network merge tokens and train its mask modules.",
+    "calibrate": "Choose where a network merges, how much and how, on unlabelled images.",
     "compress": "Make a trained network smaller and faster, and report what that gained and lost.",
     "visualize": "Draw what is merged with what, and with which weights.",
     "benchmark": "Time networks, merged and untouched, in interleaved rounds.",

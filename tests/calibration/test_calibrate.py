@@ -1,0 +1,198 @@
+"""Calibrated schedules: budgets kept, outputs kept close, the same every time."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ltm
+from ltm.adapters import select_adapter
+from ltm.adapters.planning import Planner
+from ltm.calibration import Calibration, Settings, Trial, calibrate
+from ltm.calibration.calibrate import token_levels
+from ltm.calibration.latency import within_milliseconds
+from ltm.calibration.schedules import Setting, config_of
+from toys import pictures, size_of, toy
+
+QUICK = Settings(num_trials=8, num_sites=3)
+
+
+def sharpened(name: str) -> nn.Module:
+    """A toy whose outputs depend on its tokens: larger weights than at initialisation."""
+    model = toy(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    return model
+
+
+@pytest.fixture(scope="module")
+def vit() -> nn.Module:
+    return sharpened("vit")
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return pictures("vit", batch=48)
+
+
+@pytest.fixture(scope="module")
+def found(vit, images):
+    return calibrate(vit, images, budget=0.7, settings=QUICK)
+
+
+def divergence(model: nn.Module, merging: nn.Module, images: Tensor) -> float:
+    with torch.no_grad():
+        expected, outputs = model(images).log_softmax(-1), merging(images).log_softmax(-1)
+    return float((expected.exp() * (expected - outputs)).sum(-1).mean())
+
+
+def test_the_config_meets_the_budget_and_the_divergence(vit, images, found):
+    merging = copy.deepcopy(vit)
+    report = ltm.merge_tokens_(merging, found.config)
+    assert report.share == pytest.approx(found.share)
+    assert 0.6 < found.share <= 0.7
+    assert divergence(vit, merging, images) == pytest.approx(found.divergence, rel=1e-3)
+
+
+def test_no_worse_than_what_it_started_from(found):
+    assert found.uncalibrated is not None
+    assert found.divergence <= found.uncalibrated
+    best = [trial.divergence for trial in found.history if trial.is_best]
+    assert best == sorted(best, reverse=True)
+    assert best[-1] == found.divergence
+
+
+def test_the_same_every_time_and_the_network_is_left_alone(vit, images, found):
+    before = copy.deepcopy(vit.state_dict())
+    again = calibrate(vit, images, budget=0.7, settings=QUICK)
+    assert again == found
+    assert all(torch.equal(before[name], value) for name, value in vit.state_dict().items())
+    assert not hasattr(vit, "token_merging")
+
+
+def test_a_converted_network_is_calibrated_anew(vit, images, found):
+    merging = copy.deepcopy(vit)
+    ltm.merge_tokens_(merging, ltm.LTM(per_block=0.5))
+    counts = ltm.token_counts(merging)
+    again = calibrate(merging, images, budget=0.7, settings=QUICK)
+    assert again.config.counts == found.config.counts
+    assert ltm.token_counts(merging) == counts
+
+
+@pytest.mark.parametrize("stop_at", [1, 30])
+def test_an_interrupted_search_keeps_the_best(vit, images, stop_at):
+    tried: list[Trial] = []
+
+    def stop(trial: Trial) -> None:
+        tried.append(trial)
+        if len(tried) >= stop_at:
+            raise KeyboardInterrupt
+
+    result = calibrate(vit, images, budget=0.7, settings=QUICK, progress=stop)
+    assert result.interrupted
+    assert len(result.history) == stop_at
+    assert result.share <= 0.7
+
+
+def test_what_was_computed_before_changes_no_divergence(vit, images):
+    schedule = (Setting(1, 30), Setting(3, 16, "merge", 0.0), Setting(4, 9, "prune_redundant"))
+    forgetful = Settings(memory_bytes=0, batch_size=20)
+    values = []
+    for settings in (Settings(batch_size=20), forgetful):
+        trials = Calibration(vit, images, None, settings).trials
+        list(trials.stream(schedule[:2]))
+        values.append(torch.cat(list(trials.stream(schedule))))
+    torch.testing.assert_close(*values, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["vit", "registers", "pooled"])
+def test_costs_are_those_of_the_counter(name):
+    model, size = toy(name), (size_of(name),) * 2
+    calibration = Calibration(model, pictures(name, batch=32), None, QUICK)
+    schedules = [
+        (Setting(2, 20),),
+        (Setting(0, 33, "norm", 0.0), Setting(3, 17)),
+        (Setting(1, 30), Setting(4, 21, "prune_unimportant", 0.0), Setting(5, 5, "merge")),
+    ]
+    for schedule in schedules:
+        config = config_of(schedule, calibration.config)
+        plan = Planner(model, select_adapter(model), config, size).plan()
+        assert calibration.cost(schedule) == pytest.approx(
+            plan.macs_after / plan.macs_before, rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", ["mobilevit", "swin"])
+def test_grids_are_calibrated_too(name):
+    model = toy(name)
+    settings = Settings(num_trials=2)
+    result = calibrate(model, pictures(name, batch=32), budget=0.8, settings=settings,
+                       image_size=size_of(name))  # fmt: skip
+    report = ltm.merge_tokens_(model, result.config, size_of(name))
+    assert report.share == pytest.approx(result.share)
+    assert report.share <= 0.8
+    assert result.uncalibrated is None or result.divergence <= result.uncalibrated
+
+
+def test_networks_without_classes_are_compared_by_their_features(images):
+    result = calibrate(toy("headless"), images, budget=0.8, settings=Settings(num_trials=1))
+    assert "cosine" in result.measure
+    assert result.share <= 0.8
+
+
+def test_a_budget_in_milliseconds(vit, images):
+    """On a clock that takes 10 ms for all multiply-adds, and 1 ms whatever is left."""
+    calibration = Calibration(vit, images, None, Settings(num_trials=2))
+
+    def clock(config: ltm.LTM) -> float:
+        return 1 + 9 * ltm.merge_tokens_(copy.deepcopy(vit), config).share
+
+    times = {"original": 10.0, "floor": calibration.floor}
+    search = calibration.within, calibration.sketch, clock
+    result = within_milliseconds(*search, budget_ms=8.0, **times)
+    assert result.milliseconds == clock(result.config)
+    assert 7.5 < result.milliseconds <= 8.0
+    with pytest.raises(ValueError, match=r"the original takes 10.00 ms .* nothing has to merge"):
+        within_milliseconds(*search, budget_ms=11.0, **times)
+    with pytest.raises(ValueError, match=r"budget_ms: got 1.1; merging tokens cannot go below"):
+        within_milliseconds(*search, budget_ms=1.1, **times)
+
+
+def test_time_is_measured_on_this_device(vit, images):
+    with pytest.raises(ValueError, match=r"budget_ms: got 1e-06; merging tokens cannot go below"):
+        calibrate(vit, images, budget_ms=1e-6, settings=Settings(num_trials=1))
+
+
+def test_counts_suit_the_hardware():
+    levels = token_levels(196, 1, None)
+    assert all((level + 1) % 8 == 0 for level in levels)
+    assert levels[-1] == 191
+    assert token_levels(36, 1, None) == list(range(1, 36))
+
+
+@pytest.mark.parametrize("budget", [0, -0.5, 1.01])
+def test_a_budget_is_a_share(vit, images, budget):
+    with pytest.raises(ValueError, match=f"budget: got {budget}; it is a share"):
+        calibrate(vit, images, budget=budget)
+
+
+def test_what_cannot_be_is_refused(vit, images):
+    with pytest.raises(ValueError, match=r"budget: got 0.01; merging tokens cannot bring"):
+        calibrate(vit, images, budget=0.01, settings=QUICK)
+    with pytest.raises(ValueError, match=r"images: got 31; at least 32 are needed"):
+        calibrate(vit, images[:31], budget=0.7)
+    with pytest.raises(ValueError, match=r"images: got 40 x 48 pixels; the network takes 48 x 48"):
+        calibrate(vit, images[:, :, :40], budget=0.7)
+    with pytest.raises(ValueError, match="budget and budget_ms: give one of them"):
+        calibrate(vit, images)
+    with pytest.raises(ValueError, match="num_trials: got 0"):
+        Settings(num_trials=0)
+
+
+def test_the_whole_budget_merges_nothing(vit, images):
+    result = calibrate(vit, images, budget=1.0)
+    assert result.config.ratio == 1
+    assert result.divergence == 0
