@@ -125,7 +125,7 @@ def test_costs_are_those_of_the_counter(name):
         )
 
 
-@pytest.mark.parametrize("name", ["mobilevit", "swin"])
+@pytest.mark.parametrize("name", [pytest.param("mobilevit", marks=pytest.mark.slow), "swin"])
 def test_grids_are_calibrated_too(name):
     model = toy(name)
     settings = Settings(num_trials=2)

@@ -164,10 +164,16 @@ def test_a_new_label_set_gets_a_new_head(tiny: Tiny, tmp_path: Path, quiet: Cons
     changes: dict[str, Any] = {
         "data": {"source": "shapes:classes=5,size=32,images=30,val_images=10", "batch_size": 10},
         "model": {"weights": str(tmp_path / "base" / "model")},
-        "tune": {"trainable": "mergers", "unfreeze": ["head.*"]},
+        "tune": {"trainable": "mergers"},
         "optim": {"epochs": 1},
     }
-    moved = train(tiny(**changes), tmp_path / "moved", console=quiet)
+    screen = Console(file=StringIO(), force_terminal=True, width=200, highlight=False)
+    moved = train(tiny(**changes), tmp_path / "moved", console=screen)
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "the head is new, for 5 classes, and trains" in shown
+    assert "images/s" in shown.rpartition("epoch 1/1")[2]  # the bar, then the line
+    trains = {name for name, p in moved.model.named_parameters() if p.requires_grad}
+    assert {"head.weight", "head.bias"} < trains
     body = weights(tmp_path / "base", 1)
     for name, value in weights(tmp_path / "moved", 1).items():
         if not name.startswith("head") and ".merger." not in name:

@@ -23,9 +23,9 @@ def finetune(
     """Make a pretrained network merge tokens and train its mask modules, all else frozen.
 
     Start from timm's weights (--pretrained) or from a file or folder (--weights). A head for other
-    classes than the weights' starts anew and should train: --unfreeze 'head.*'. LTMP learns its
-    thresholds with a budget loss (--method ltmp), and meets --ratio at the end. LoRA adapters:
-    --lora-rank 8.
+    classes than the weights' starts anew and trains. More trains with --unfreeze 'blocks.11.*' or
+    --lora-rank 8. LTMP learns its thresholds with a budget loss (--method ltmp), and meets --ratio
+    at the end.
 
     Example:
         ltm finetune --recipe vit_small --data /data/imagenet --epochs 5 --output runs/vit-s-5

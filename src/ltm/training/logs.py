@@ -42,6 +42,11 @@ class EpochRow:
     """Training images of all processes."""
 
 
+def plain_console() -> Console:
+    """A console that prints text as it is."""
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
 def epoch_line(row: EpochRow, epochs: int, seconds_left: float) -> str:
     """An epoch in one line."""
     parts = [
@@ -86,7 +91,7 @@ class RunLog:
         writes: bool = True,
     ) -> None:
         self.folder = folder
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or plain_console()
         self.rows = [EpochRow(**row) for row in history]
         self._writes = writes
         """Of several processes one writes; all keep the rows."""

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 from safetensors.torch import save_file
@@ -20,21 +20,36 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 
+class Built(NamedTuple):
+    """A network, and the parameters of its head where that starts anew on loaded weights."""
+
+    model: nn.Module
+    new_head: frozenset[str] = frozenset()
+
+
 def build_model(settings: Settings, num_classes: int) -> nn.Module:
     """Make the network of a run, converted where a method asks for it.
 
     The seed must be set before: initial weights are drawn here.
     """
+    return build(settings, num_classes).model
+
+
+def build(settings: Settings, num_classes: int) -> Built:
+    """Make the network of a run, and say whether its head is new."""
     check_num_classes(settings.model, settings.data.source, num_classes)
     method = method_config(settings.merge)
     folder = _merging_folder(settings.model.weights)
     if folder is not None:
         return _continue_from(folder, settings, method, num_classes)
-    model = make_timm_model(settings, num_classes)
+    model, new = make_timm_model(settings, num_classes), False
     if settings.model.weights is not None:
-        load_weights_(model, settings.model.weights)
+        new = bool(load_weights_(model, settings.model.weights))
+    elif settings.model.pretrained:
+        known = getattr(model, "pretrained_cfg", None) or {}
+        new = known.get("num_classes", num_classes) != num_classes
     convert_(model, settings, method)
-    return model
+    return Built(model, head_parameters(model) if new else frozenset())
 
 
 def convert_(model: nn.Module, settings: Settings, method: MethodConfig | None) -> None:
@@ -71,7 +86,8 @@ def make_timm_model(settings: Settings, num_classes: int) -> nn.Module:
         architecture = name.partition(".")[0]
         raise ValueError(f"no model is named {name}: {choices(architecture, timm.list_models())}")
     arguments: dict[str, Any] = named_values("model_args", settings.model.model_args)
-    arguments |= {"num_classes": num_classes, "pretrained": settings.model.pretrained}
+    download = settings.model.pretrained and settings.model.weights is None
+    arguments |= {"num_classes": num_classes, "pretrained": download}
     if settings.model.drop_path:
         arguments["drop_path_rate"] = settings.model.drop_path
     if settings.data.image_size is not None and "img_size" not in arguments:
@@ -88,8 +104,16 @@ def make_timm_model(settings: Settings, num_classes: int) -> nn.Module:
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return timm.create_model(name, **arguments)
-    except RuntimeError as error:
-        raise ValueError(f"{name} could not be made: {' '.join(str(error).split())}") from error
+    except TypeError:
+        raise
+    except Exception as error:  # networks and hubs fail in ways of their own
+        reason = " ".join(str(error).split())[:200]
+        if not arguments["pretrained"]:
+            raise ValueError(f"{name} could not be made: {reason}") from error
+        raise ValueError(
+            f"the published weights of {name} could not be loaded ({reason}); "
+            "give a local file with --weights"
+        ) from error
 
 
 def load_weights_(model: nn.Module, path: str | Path) -> list[str]:
@@ -103,7 +127,7 @@ def load_weights_(model: nn.Module, path: str | Path) -> list[str]:
         raise FileNotFoundError(f"no weights at {path}; give a .safetensors or .pth file")
     weights = {name: _full(value) for name, value in _read(path).items()}
     own = model.state_dict()
-    head = {n for n in own if n.startswith(_classifier_names(model))}
+    head = head_parameters(model)
     left_out = [n for n in weights if n in head and weights[n].shape != own[n].shape]
     for name in left_out:
         del weights[name]
@@ -131,11 +155,11 @@ def _read(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the classifier's parameters."""
+def head_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the classifier's parameters."""
     named: Any = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
-    named = (named,) if isinstance(named, str) else tuple(named)
-    return tuple(f"{name}." for name in named)
+    prefixes = tuple(f"{name}." for name in ([named] if isinstance(named, str) else named))
+    return frozenset(n for n, _ in model.named_parameters() if n.startswith(prefixes))
 
 
 def _merging_folder(weights: str | None) -> Path | None:
@@ -152,7 +176,7 @@ def _merging_folder(weights: str | None) -> Path | None:
 
 def _continue_from(
     folder: Path, settings: Settings, method: MethodConfig | None, num_classes: int
-) -> nn.Module:
+) -> Built:
     """Load a token-merging model, its ratio and classes changed where they differ."""
     model = load(folder, _host_of(folder, settings))
     done = conversion_of(model)
@@ -165,10 +189,11 @@ def _continue_from(
         raise ValueError(f"{folder} holds a frozen model, which cannot train; use an unfrozen one")
     if settings.merge.ratio is not None and settings.merge.ratio != done.config.ratio:
         set_ratio_(model, settings.merge.ratio)
-    if int(getattr(model, "num_classes", 0)) != num_classes:
-        reset: Any = model
-        reset.reset_classifier(num_classes)
-    return model
+    if int(getattr(model, "num_classes", 0)) == num_classes:
+        return Built(model)
+    reset: Any = model
+    reset.reset_classifier(num_classes)
+    return Built(model, head_parameters(model))
 
 
 def _host_of(folder: Path, settings: Settings) -> nn.Module | None:

@@ -20,10 +20,18 @@ from ltm.data.transforms import ImageSpec, image_spec
 from ltm.training.budget import measure_share, set_thresholds_
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.config import Settings, read_settings, to_yaml
-from ltm.training.logs import RunLog, write_json
+from ltm.training.logs import RunLog, plain_console, write_json
 from ltm.training.loop import Loaders, Trainer
 from ltm.training.lora import without_lora
-from ltm.training.models import build_model, convert_, count_parameters, method_config, save_plain
+from ltm.training.models import (
+    Built,
+    build,
+    build_model,
+    convert_,
+    count_parameters,
+    method_config,
+    save_plain,
+)
 from ltm.training.processes import Fabric, first_alone, make_fabric, synchronised
 from ltm.training.state import restore_, save_state
 from ltm.training.statistics import FirstBatches
@@ -65,7 +73,7 @@ def train(
     checkpoint where there is one. A `model` and `splits` of one's own replace those of the
     settings; the model is trained in place.
     """
-    output, console = Path(output), console or Console(highlight=False, soft_wrap=True)
+    output, console = Path(output), console or plain_console()
     checkpoints = Checkpoints(output / "checkpoints", keep_every=settings.run.keep_every)
     _check_output(output, checkpoints, resume, overwrite)
     fabric = make_fabric(settings.run)
@@ -77,14 +85,18 @@ def train(
     if model is not None and settings.run.strategy == "fsdp":
         raise ValueError("strategy is fsdp, which needs a model made by the run; use ddp")
     if model is None:
-        model = build_model(settings, splits.train.num_classes)
+        built = build(settings, splits.train.num_classes)
     else:
+        built = Built(model)
         convert_(model, settings, method_config(settings.merge))
-    choose_trainable_(model, settings.tune)
+    model = built.model
+    choose_trainable_(model, settings.tune, built.new_head)
     if settings.run.grad_checkpointing:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     model = synchronised(fabric.to_device(model), fabric, settings.run)
     _describe(console, settings, model)
+    if built.new_head:
+        console.print(f"the head is new, for {splits.train.num_classes} classes, and trains")
     trainer = Trainer(fabric, settings, model, _loaders(fabric, settings, model, splits), console)
     with first_alone(fabric) as first:
         if first:

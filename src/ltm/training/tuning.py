@@ -20,12 +20,15 @@ _NORMS = (
 )
 
 
-def choose_trainable_(model: nn.Module, settings: TuneSettings) -> None:
+def choose_trainable_(
+    model: nn.Module, settings: TuneSettings, new: frozenset[str] = frozenset()
+) -> None:
     """Freeze what the settings leave out, and add LoRA adapters where they ask for them.
 
-    Call it once, before the optimiser is made.
+    What is `new`, a head for other classes, trains in any case. Call it once, before the optimiser
+    is made.
     """
-    chosen = chosen_parameters(model, settings)
+    chosen = chosen_parameters(model, settings) | new
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
     if settings.lora_rank:
