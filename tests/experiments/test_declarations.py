@@ -10,7 +10,7 @@ from torch import nn
 
 from ltm.cli import main
 from ltm.experiments.beside import judge, write_section
-from ltm.experiments.jobs import Classifier, identity, resolved
+from ltm.experiments.jobs import Classifier, _plain, identity, resolved
 from ltm.experiments.measures import MEASURES, correct_flags
 from ltm.experiments.paper import paper_numbers
 from ltm.experiments.place import Place
@@ -106,6 +106,21 @@ def test_identity_is_what_is_run_not_where() -> None:
     assert identity(tuned(SMALL.finetune[0], "ltm", 0.7, 5, 2)) != identity(job)
     assert identity(tuned(SMALL.finetune[0], "ltm", 0.65, 5, 1)) != identity(job)
     assert "/" not in json.dumps(resolved(base(SMALL.finetune[0], 0)))
+
+
+def test_a_new_setting_renames_nothing_and_a_new_default_is_noticed(place: Place) -> None:
+    job = tuned(SMALL.finetune[0], "ltm", 0.7, 5, 1)
+    kept = json.loads(json.dumps(resolved(job)))
+    del kept["settings"]["optim"]["ema"], kept["start"]["settings"]["run"]["seed"]
+    place.store.finish(job, {"job": kept, "values": {"parameters": 1.0}})
+    assert place.store.values(job) == {"parameters": 1.0}, "it was made before ema was a setting"
+    kept["start"]["settings"]["optim"]["momentum"] = 0.5
+    place.store.finish(job, {"job": kept, "values": {"parameters": 1.0}})
+    assert place.store.is_stale(job)
+    assert place.store.values(job) is None, "the network it starts from would be another today"
+    assert "momentum" not in json.dumps(_plain("", job, whole=False)), (
+        "defaults are no part of the name"
+    )
 
 
 def test_names_of_the_data_are_remembered(place: Place) -> None:

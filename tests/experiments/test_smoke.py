@@ -8,12 +8,18 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
+from rich.console import Console
 
 from ltm.cli import main
-from ltm.experiments.jobs import identity, in_order
+from ltm.experiments.jobs import Classifier, identity, in_order
+from ltm.experiments.place import Place
 from ltm.experiments.scales import make_scale
 from ltm.experiments.scales.base import Sources
+from ltm.experiments.store import Store
 from ltm.experiments.tables import EXPERIMENTS
+from ltm.experiments.work.classify import last_network
+from ltm.experiments.work.networks import placed, saved_network
 
 pytestmark = pytest.mark.slow
 
@@ -137,3 +143,36 @@ def test_the_paper_beside_ours(smoke: Path, tmp_path: Path) -> None:
     assert "not tested: not part of this scale" in text
     assert main(arguments) == 0
     assert page.read_text() == text, "written again, not added"
+
+
+def trained(smoke: Path) -> list[tuple[Classifier, dict]]:
+    jobs = [job for made in EXPERIMENTS.values() for job in made.declare(SCALE).jobs()]
+    chosen = [job for job in in_order(jobs) if isinstance(job, Classifier) and job.trains]
+    return [(job, values_of(smoke, identity(job))) for job in chosen]
+
+
+def test_accuracy_is_what_training_saw_after_its_last_epoch(smoke: Path) -> None:
+    """LTMP apart, whose thresholds are set afterwards."""
+    seen = [(j, v) for j, v in trained(smoke) if j.settings.merge.method != "ltmp"]
+    assert len(seen) > 10
+    for _, values in seen:
+        assert values["history"][-1]["val_top1"] * values["num_images"] == values["correct"]
+
+
+@pytest.mark.parametrize("kind", ["ltm", "ltmp", "lora"])
+def test_the_kept_network_can_be_made_again_from_its_run(smoke: Path, kind: str) -> None:
+    """As after training in several processes, which leave checkpoints and no network here."""
+    place = Place(store=Store(smoke), device=torch.device("cpu"), console=Console(quiet=True))
+    job = next(job for job, _ in trained(smoke) if _kind(job) == kind)
+    settings = placed(job, place)
+    made, _ = last_network(settings, place.work(job) / "run", 4, None)
+    images = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(made(images), saved_network(job, place)(images))
+
+
+def _kind(job: Classifier) -> str:
+    if job.settings.tune.lora_rank:
+        return "lora"
+    tunes = job.settings.tune.trainable == "mergers" and job.settings.data.image_size == 32
+    return job.settings.merge.method if tunes else "other"

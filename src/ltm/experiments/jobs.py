@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
@@ -127,29 +128,44 @@ class Pruned(Job):
         return (self.start,)
 
 
+@cache
 def identity(job: Job) -> str:
-    """The name of a job: its kind, and a hash of all that it says."""
-    text = json.dumps(resolved(job), sort_keys=True)
+    """The name of a job: its kind, and a hash of all that it says.
+
+    Values that are a setting's default are left out, so that a new setting renames nothing; what
+    the defaults were is kept with the row (`resolved`), and compared when it is read.
+    """
+    text = json.dumps(_plain("", job, whole=False), sort_keys=True)
     return f"{job.kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
+@cache
 def resolved(job: Job) -> dict[str, Any]:
-    """All that a job says as plain values; other jobs by their names."""
-    values = {f.name: _plain(f.name, getattr(job, f.name)) for f in dataclasses.fields(job)}
-    return {"kind": job.kind, **values}
+    """All that a job says, and the jobs it needs, as plain values."""
+    return _plain("", job, whole=True)
 
 
-def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, Job):
+def agrees(kept: Any, now: Any) -> bool:
+    """Whether values that were kept are still those of a job, as far as both have them."""
+    if isinstance(kept, dict) and isinstance(now, dict):
+        return all(agrees(value, now[name]) for name, value in kept.items() if name in now)
+    if isinstance(kept, list) and isinstance(now, list):
+        return len(kept) == len(now) and all(map(agrees, kept, now))
+    return kept == now
+
+
+def _plain(name: str, value: Any, *, whole: bool) -> Any:
+    if isinstance(value, Job) and name and not whole:
         return identity(value)
     if dataclasses.is_dataclass(value):
-        return {
-            f.name: _plain(f.name, getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.name not in _ELSEWHERE
-        }
+        fields = [f for f in dataclasses.fields(value) if f.name not in _ELSEWHERE]
+        parts = {f.name: _plain(f.name, getattr(value, f.name), whole=whole) for f in fields}
+        if not whole:
+            usual = {f.name: f.default for f in fields}
+            parts = {n: v for n, v in parts.items() if v != {} and getattr(value, n) != usual[n]}
+        return {"kind": value.kind, **parts} if isinstance(value, Job) else parts
     if isinstance(value, tuple | list):
-        return [_plain(name, part) for part in value]
+        return [_plain(name or "part", part, whole=whole) for part in value]
     if name in _PATHS and isinstance(value, str) and not value.startswith(("hf:", "shapes")):
         return PurePath(value).name
     return value

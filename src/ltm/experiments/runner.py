@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 import time
 import traceback
@@ -115,6 +116,8 @@ class _Call:
                 self._fail(job, f"it needs {identity(need)}, which failed")
                 return
         place.console.print(f"running {name} ({self.progress})")
+        if self.store.is_stale(job):
+            shutil.rmtree(place.work(job) / "run", ignore_errors=True)
         began = time.time()
         try:
             values = perform(job, place)

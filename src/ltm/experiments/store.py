@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ltm.experiments.jobs import Job, identity
+from ltm.experiments.jobs import Job, agrees, identity, resolved
 
 ROW, FAILURE = "row.json", "failed.json"
 
@@ -49,9 +49,14 @@ class Store:
         return FileLock(folder / "lock")
 
     def values(self, job: Job) -> dict[str, Any] | None:
-        """The raw values of a finished job."""
+        """The raw values of a finished job; None too where they were made with other defaults."""
         row = read_json(self.row_folder(job) / ROW)
-        return None if row is None else row["values"]
+        return None if row is None or not _current(row, job) else row["values"]
+
+    def is_stale(self, job: Job) -> bool:
+        """Whether there is a row that was made with other defaults than today's."""
+        row = read_json(self.row_folder(job) / ROW)
+        return row is not None and not _current(row, job)
 
     def failure(self, job: Job) -> Failure | None:
         """Why a job failed when it was last tried."""
@@ -66,6 +71,10 @@ class Store:
     def fail(self, job: Job, note: dict[str, Any]) -> None:
         """Keep the reason why a job failed."""
         write_text(self.row_folder(job) / FAILURE, json.dumps(note, indent=1) + "\n")
+
+
+def _current(row: dict[str, Any], job: Job) -> bool:
+    return agrees(row.get("job", {}), resolved(job))
 
 
 def read_json(path: Path) -> Any:

@@ -46,7 +46,7 @@ def heatmaps(scale: Scale) -> Table:
         for name, chosen in options.items()
     )
     job = Heatmap(entrants=entrants)
-    columns = (Column(name="patches", digits=1), Column(name="evenness", digits=3))
+    columns = (Column(name="patches", digits=1), Column(name="evenness", digits=4))
     rows = [
         Row(
             label=f"{name}-{network.label}",
