@@ -11,7 +11,6 @@ import argparse
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -49,8 +48,8 @@ def server() -> Iterator[tuple[int, str]]:
                 yield process.pid, found.group(1)
                 break
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
+        process.terminate()
+        process.wait(timeout=60)
 
 
 def resident(pid: int) -> float:
@@ -108,7 +107,7 @@ def main() -> None:
     """Run, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--bursts", type=int, default=5)
+    parser.add_argument("--bursts", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("results/export"))
     args = parser.parse_args()

@@ -109,7 +109,7 @@ def test_upload_slide_click_and_read(browser: Any, served: Served, picture: Path
     page.close()
 
 
-def test_refusals_are_read_on_the_page_and_it_goes_on(
+def test_refusals_are_read_and_another_network_is_chosen(
     browser: Any, served: Served, tmp_path: Path
 ) -> None:
     visit = Visit(browser, served, width=390)
@@ -129,5 +129,12 @@ def test_refusals_are_read_on_the_page_and_it_goes_on(
     page.locator("#examples button").nth(3).click()
     visit.wait_for_change("groups", groups)
     assert visit.text("message").strip() == ""
+
+    groups = visit.source("groups")
+    page.locator("#model input").click()
+    page.get_by_role("option", name="Swin").click()
+    visit.wait_for_change("groups", groups)
+    assert page.locator("#layers tbody tr").count() == 4
+    assert "576 → " in visit.text("layers")
     assert visit.complaints == []
     page.close()

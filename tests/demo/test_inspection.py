@@ -9,6 +9,10 @@ from ltm.demo.embedded import CLASSES, EMBEDDED, SIDE, embedded_network, weights
 from ltm.demo.inspection import inspect
 from ltm.demo.networks import Gallery, as_network
 from ltm.demo.rendering import LEAST_SIDE, draw_groups, draw_token, layer_table, share_of, summary
+from ltm.visual.pictures import prepare
+from ltm.visual.tracing import tokens_by_block
+
+TOKENS = {"ViT": [144] * 6, "Swin": [576, 576, 144, 144]}
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +39,18 @@ def test_the_networks_know_images_that_they_were_not_trained_on(
 @pytest.mark.parametrize(("name", "method"), [("ViT", "LTM"), ("Swin", "LTM")])
 def test_a_picture_is_inspected(gallery: Gallery, name: str, method: str) -> None:
     merging = gallery.merging(name, method, 0.6)
-    seen = inspect(gallery[name], merging, example_pictures(1)[0].image, rounds=1)
+    picture = example_pictures(1)[0].image
+    seen = inspect(gallery[name], merging, picture, rounds=1)
     assert len(seen.before) == len(seen.after) == 5
     assert seen.before[0].probability >= seen.before[1].probability
     assert seen.mmacs_after <= 0.6 * seen.mmacs_before
     assert seen.timing is not None
     assert len(seen.layers) == len(seen.tokens)
     assert seen.layers[-1].tokens_after < seen.layers[-1].tokens_before
-    for layer, tokens in zip(seen.layers, seen.tokens, strict=True):
-        assert layer.tokens_after == tokens.num_tokens(0)
+    assert [layer.tokens_before for layer in seen.layers] == TOKENS[name]
+    left = tokens_by_block(merging, prepare([picture], [""], gallery[name].spec).inputs)
+    assert left
+    assert all(seen.layers[block].tokens_after == number for block, number in left.items())
     last = len(seen.layers) - 1
     assert draw_groups(seen, last).shape[0] >= LEAST_SIDE
     assert "→" in summary(seen)

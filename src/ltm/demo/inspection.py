@@ -13,11 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ltm.adapters import select_adapter
 from ltm.adapters.base import Layout
+from ltm.api import conversion_of
 from ltm.core.cost import meta_copy, meta_images
+from ltm.core.schedule import Grid
 from ltm.demo.networks import Network
 from ltm.evaluation.timing import Estimate, interleaved, speedup, spread, verdict
 from ltm.visual.pictures import Pixels, Scenes, prepare
-from ltm.visual.tracing import SiteMap, at_block, tokens_by_block, trace
+from ltm.visual.tracing import SiteMap, at_block, trace
 
 TOP = 5
 
@@ -78,12 +80,13 @@ def inspect(
     scenes: Scenes = prepare([picture], ["picture"], network.spec)
     images = scenes.inputs
     before, after = (_macs(model, network.spec.size) for model in (network.model, merging))
+    tokens = _tokens(layout_of(network), trace(merging, images), merging)
     return Inspection(
         pixels=scenes.pixels[0],
         before=_guesses(network.model(images), network.class_names),
         after=_guesses(merging(images), network.class_names),
-        layers=_layers(network, merging, images, before, after),
-        tokens=_tokens(layout_of(network), trace(merging, images)),
+        layers=_layers(network, tokens, before, after),
+        tokens=tokens,
         mmacs_before=before[""] / 1e6,
         mmacs_after=after[""] / 1e6,
         timing=_time(network.model, merging, images, rounds) if rounds else None,
@@ -123,30 +126,48 @@ def layout_of(network: Network) -> Layout:
     return _LAYOUTS[network]
 
 
-def _tokens(layout: Layout, sites: Sequence[SiteMap]) -> tuple[SiteMap, ...]:
-    """Stages start anew: what merged in one says nothing about the patches of the next."""
-    return tuple(
-        at_block([site for site in sites if site.block in run.blocks], block, run.grid, 1)
-        for run in layout.runs
-        for block in run.blocks
-    )
+def _tokens(layout: Layout, sites: Sequence[SiteMap], merging: nn.Module) -> tuple[SiteMap, ...]:
+    """Tokens as they leave each block: those of the last merge that still holds, or the patches.
+
+    A merged sequence holds until its run of blocks ends, a merged grid until its stage ends.
+    """
+    maps = {site.block: site for site in sites}
+    merged_grids = {site.block: site.grid_out for site in conversion_of(merging).sites}
+    ends = {run.blocks[-1] for run in layout.runs}
+    grid, shown, found = _entry(layout), None, []
+    for index, block in enumerate(layout.blocks):
+        if index and block.stage != layout.blocks[index - 1].stage:
+            grid, shown = _halved(grid, 1), None
+        shown = maps.get(index, shown)
+        found.append(shown or at_block((), index, grid, 1))
+        grid = merged_grids.get(index) or grid
+        if index in ends and shown is not None and merged_grids.get(shown.block) is None:
+            shown = None
+    return tuple(found)
+
+
+def _entry(layout: Layout) -> Grid:
+    return layout.entry or layout.runs[0].grid
+
+
+def _halved(grid: Grid, times: int) -> Grid:
+    """The grid some stages later: sides halve, odd ones are padded."""
+    return -(-grid[0] // 2**times), -(-grid[1] // 2**times)
 
 
 def _layers(
     network: Network,
-    merging: nn.Module,
-    images: Tensor,
+    left: Sequence[SiteMap],
     before: dict[str, int],
     after: dict[str, int],
 ) -> tuple[Layer, ...]:
     layout = layout_of(network)
-    tokens = {block: run.num_in for run in layout.runs for block in run.blocks}
-    left = tokens_by_block(merging, images)
+    grids = [_halved(_entry(layout), block.stage) for block in layout.blocks]
     return tuple(
         Layer(
             block=index,
-            tokens_before=tokens[index],
-            tokens_after=round(left.get(index, tokens[index])),
+            tokens_before=grids[index][0] * grids[index][1],
+            tokens_after=left[index].num_tokens(0),
             mmacs_before=before.get(block.path, 0) / 1e6,
             mmacs_after=after.get(block.path, 0) / 1e6,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,10 @@ from ltm.demo.uploads import MAX_BYTES
 from ltm.export.extras import optional
 
 LOCAL = "127.0.0.1"
+THREADS = 4
+"""Pictures are looked at one after the other; further threads would only wait."""
+_M_ARENA_MAX = -8
+"""glibc's name of the setting, in malloc.h."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,6 +43,7 @@ def serving(
     gallery: Gallery, *, host: str = LOCAL, port: int | None = None, examples: int = 6
 ) -> Iterator[Server]:
     """Serve the page inside the `with`."""
+    _share_memory()
     with tempfile.TemporaryDirectory(prefix="ltm-serve-") as temporary:
         # Gradio reads these when it is imported.
         os.environ["GRADIO_TEMP_DIR"] = temporary
@@ -59,6 +66,7 @@ def serving(
             show_error=True,
             footer_links=[],
             max_file_size=MAX_BYTES,
+            max_threads=THREADS,
             state_session_capacity=64,
             ssr_mode=False,
             pwa=False,
@@ -73,3 +81,11 @@ def serving(
             yield Server(address=address, folder=Path(temporary), desk=desk, page=page)
         finally:
             page.close(verbose=False)
+
+
+def _share_memory() -> None:
+    """Let all threads allocate from one arena (glibc): each would keep what it has freed."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    mallopt = getattr(libc, "mallopt", None)  # other C libraries have none, and need none
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
