@@ -29,6 +29,7 @@ from ltm.adapters.base import (
 )
 from ltm.adapters.conversion import Resizable
 from ltm.adapters.state import Tokens, TokenState
+from ltm.core import fused
 from ltm.core.merge import restore_through
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
@@ -64,6 +65,12 @@ def attention_hints(
 ) -> dict[str, Tensor]:
     """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
     host = cast("Attention", attn)
+    plain = isinstance(getattr(host, "k_norm", None), nn.Identity)
+    if needs == {"importance"} and num_prefix and plain and fused.takes(qkv):
+        from ltm.core import kernels  # noqa: PLC0415 - needs Triton
+
+        heads, scale = host.num_heads, host.scale
+        return {"importance": kernels.importance(qkv, size, num_heads=heads, scale=scale)}
     query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
     if hasattr(host, "k_norm"):
         query, key = host.q_norm(query), host.k_norm(key)

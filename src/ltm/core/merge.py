@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ltm.core import fused
+
 _TINY = 1e-6
 
 
@@ -243,6 +245,8 @@ class MatchedMerge(Merge):
         return self._add(x * self.weight[..., None].to(x.dtype)) / self._total().to(x.dtype)
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
+        if fused.takes(x):
+            return self._fused(x)
         if not self.keep_norm:
             return self.average(x)
         # The length is replaced anyway, so there is no need to divide by the total first.
@@ -251,6 +255,13 @@ class MatchedMerge(Merge):
         largest = norm.new_zeros(x.shape[0], self.num_places)
         largest = largest.scatter_reduce(1, self.assignment, norm, "amax")
         return summed * (largest / _length(summed).clamp_min(_TINY))[..., None].to(x.dtype)
+
+    def _fused(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
+        from ltm.core import kernels  # noqa: PLC0415 - needs Triton
+
+        return kernels.merge_groups(
+            x, self.weight, self.assignment, self.num_places, keep_norm=self.keep_norm
+        )
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return y.gather(1, self.assignment[..., None].expand(-1, -1, y.shape[-1]))

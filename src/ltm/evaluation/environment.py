@@ -10,9 +10,7 @@ from pathlib import Path
 
 import torch
 
-import ltm
-
-_PACKAGES = ("timm", "torchvision", "triton", "onnxruntime")
+_PACKAGES = ("ltm", "timm", "torchvision", "triton", "onnxruntime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,6 @@ def describe(device: torch.device) -> Environment:
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         packages={
-            "ltm": ltm.__version__,
             "torch": torch.__version__,  # with its build, which its metadata leaves out
             **{name: found for name in _PACKAGES if (found := _version(name))},
         },

@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ltm.core import fused
 from ltm.core.matching import Match, merge_in_order
+from ltm.core.merge import MatchedMerge
 from ltm.methods.base import Decision, Hints, Site, token_size
 from ltm.methods.ltm.harm import Patches, match_least_harm, match_unimportant
 from ltm.methods.ltm.step import LTMMerger, carried
@@ -46,7 +48,6 @@ class MatchingMerger(LTMMerger):
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         k = self.site.num_prefix
-        match = self.match(tokens, hints)
         weight = size = token_size(tokens, hints)
         logits = hints.carry
         if self.informative is not None:
@@ -54,13 +55,41 @@ class MatchingMerger(LTMMerger):
             logits = self.informative(tokens[:, k:], size[:, k:], labels, hints.carry)
         if logits is not None:
             weight = torch.cat([size[:, :k], size[:, k:] * logits.exp()], dim=1)
-        merge = merge_in_order(
-            match,
-            weight,
-            prune=self.operator.startswith("prune"),
-            keep_norm=self.operator == "norm",
-        )
+        merge = self.merge(tokens, hints, weight)
         return Decision(merge=merge, carry=None if logits is None else carried(merge, logits))
+
+    def merge(
+        self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"]
+    ) -> MatchedMerge:
+        """The tokens that leave join, or are dropped; all others keep their order."""
+        prune, keep_norm = self.operator.startswith("prune"), self.operator == "norm"
+        if self.config.matching == "free" and fused.takes(tokens):
+            return self._fused(tokens, hints, weight, prune, keep_norm)
+        match = self.match(tokens, hints)
+        return merge_in_order(match, weight, prune=prune, keep_norm=keep_norm)
+
+    def _fused(
+        self, tokens: Tensor, hints: Hints, weight: Tensor, prune: bool, keep_norm: bool
+    ) -> MatchedMerge:
+        from ltm.core import kernels  # noqa: PLC0415 - needs Triton
+
+        k = self.site.num_prefix
+        num_leaving = tokens.shape[1] - k - hints.num_out
+        leaves, assignment = kernels.assign(
+            tokens,
+            hints.size,
+            hints.importance,
+            num_leaving=num_leaving,
+            num_prefix=k,
+            protection=self.protection,
+        )
+        return MatchedMerge(
+            assignment=assignment,
+            weight=weight * ~leaves if prune else weight,
+            num_places=k + hints.num_out,
+            keep_norm=keep_norm,
+            num_prefix=k,
+        )
 
     def match(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Match:
         """Who leaves, and where to."""
@@ -84,6 +113,11 @@ class UnimportantMerger(MatchingMerger):
     def __init__(self, site: Site, config: LTM) -> None:
         super().__init__(site, config)
         self.needs = frozenset({"importance"})
+
+    def merge(
+        self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"]
+    ) -> MatchedMerge:
+        return merge_in_order(self.match(tokens, hints), weight, prune=True)
 
     def match(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Match:
         k = self.site.num_prefix

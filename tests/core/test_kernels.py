@@ -1,0 +1,52 @@
+"""The Triton kernels give what the plain path gives: on a GPU, or in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ltm.core import fused
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def found():
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, str(TESTS / "kernels_worker.py")],
+        env={**os.environ, **interpreted, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_decisions_are_the_same_and_merged_tokens_agree(found):
+    for name, case in found["kernels"].items():
+        assert case["leaves"], name
+        assert case["assignment"], name
+        assert case["merged True"] < 1e-5, name
+        assert case["merged False"] < 1e-5, name
+
+
+def test_networks_agree(found):
+    assert set(found["models"]) == {"default", "informative", "operators", "unimportant"}
+    assert max(found["models"].values()) < 1e-5
+    assert max(found.get("half", {"": 0.0}).values()) < 1e-2
+
+
+def test_they_are_for_inference_on_a_gpu():
+    tokens = torch.zeros(1, 9, 4)
+    fused.enable()
+    try:
+        assert not fused.takes(tokens)
+    finally:
+        fused.enable(False)

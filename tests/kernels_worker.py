@@ -1,0 +1,107 @@
+"""The Triton kernels against the plain path, as JSON: on a GPU, or with TRITON_INTERPRET=1.
+
+A process of its own: the interpreter is chosen before Triton is imported.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+
+import ltm
+from ltm.core import fused, kernels
+from ltm.core.matching import merge_in_order
+from ltm.methods.ltm.harm import Patches, match_least_harm
+from toys import pictures, size_of, toy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = {
+    "plain": {},
+    "sizes": {"sized": True},
+    "attention": {"attended": True},
+    "padding": {"sized": True, "attended": True, "padded": True},
+    "registers": {"num_prefix": 5, "attended": True, "channels": 72},
+    "no prefix": {"num_prefix": 0, "sized": True, "channels": 40},
+    "ties": {"attended": True, "tied": True},
+}
+MODELS = {
+    "default": ltm.LTM(ratio=0.7),
+    "informative": ltm.LTM(ratio=0.7, gain=1.0),
+    "operators": ltm.LTM(
+        sites=(1, 3, 4), counts=(25, 16, 8), operators=("merge", "prune_redundant", "norm"),
+        protections=(0.0, 1.0, 2.0),
+    ),
+    "unimportant": ltm.LTM(sites=(2,), counts=(12,), operators=("prune_unimportant",)),
+}  # fmt: skip
+
+
+def compare(num_prefix=1, channels=24, sized=False, attended=False, padded=False, tied=False):
+    """The same decision, and the largest difference of merged tokens."""
+    torch.manual_seed(0)
+    num_patches, num_leaving = 45, 25
+    shape = 2, num_patches + num_prefix
+    tokens = torch.randn(*shape, channels, device=DEVICE) + 2
+    size = torch.randint(1, 6, shape, device=DEVICE).float() if sized else None
+    attention = torch.rand(shape, device=DEVICE) if attended else None
+    if padded:
+        size[1, -4:] = 0
+    if tied:
+        tokens[:, -8:] = tokens[:, -16:-8]
+        attention[:, -16:] = 0.5
+    k = num_prefix
+    patches = Patches(
+        tokens=tokens[:, k:],
+        size=None if size is None else size[:, k:],
+        attention=None if attention is None else attention[:, k:],
+    )
+    match = match_least_harm(
+        patches, num_leaving, protection=1.0, alternate=False, num_prefix=num_prefix
+    )
+    weight = torch.ones(shape, device=DEVICE) if size is None else size
+    merge = merge_in_order(match, weight, keep_norm=True)
+    leaves, assignment = kernels.assign(
+        tokens, size, attention, num_leaving=num_leaving, num_prefix=num_prefix, protection=1.0
+    )
+    found = {"leaves": bool((leaves == match.leaves).all())}
+    found["assignment"] = bool((assignment == merge.assignment).all())
+    for keep_norm in (True, False):
+        expected = replace(merge, keep_norm=keep_norm)(tokens)
+        merged = kernels.merge_groups(
+            tokens, weight, merge.assignment, merge.num_places, keep_norm=keep_norm
+        )
+        found[f"merged {keep_norm}"] = float((merged - expected).abs().max())
+    return found
+
+
+@torch.no_grad()
+def whole(config, dtype):
+    """A network with kernels against the same one without, in float32."""
+    model, images = toy("vit").to(DEVICE), pictures("vit", batch=3).to(DEVICE)
+    ltm.merge_tokens_(model, config, size_of("vit"))
+    if config.gain == 1.0:
+        ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
+    expected = model(images)
+    fused.enable()
+    try:
+        outputs = model.to(dtype)(images.to(dtype)).float()
+    finally:
+        fused.enable(False)
+    return float((outputs - expected).norm() / expected.norm())
+
+
+def main():
+    torch.set_num_threads(1)
+    if DEVICE == "cpu":
+        fused._runs_on = lambda _: True
+    results = {
+        "kernels": {name: compare(**case) for name, case in CASES.items()},
+        "models": {name: whole(config, torch.float32) for name, config in MODELS.items()},
+    }
+    if DEVICE == "cuda":
+        results["half"] = {n: whole(config, torch.float16) for n, config in MODELS.items()}
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
