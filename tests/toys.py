@@ -5,6 +5,8 @@ from collections.abc import Callable
 import timm
 import torch
 from timm.models.deit import VisionTransformerDistilled
+from timm.models.efficientvit_mit import EfficientVit
+from timm.models.mobilevit import MobileVitBlock
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -15,6 +17,25 @@ NUM_CLASSES = 10
 def _vit(**arguments: object) -> nn.Module:
     settings = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 2}
     return VisionTransformer(**{**settings, "num_classes": NUM_CLASSES, **arguments})
+
+
+def _mobilevit() -> nn.Module:
+    """The smallest one with a single transformer layer a block, two in the first."""
+    model = timm.create_model("mobilevit_xxs", num_classes=NUM_CLASSES)
+    hosts = [module for module in model.modules() if isinstance(module, MobileVitBlock)]
+    for index, host in enumerate(hosts):
+        host.transformer = host.transformer[: 2 if index == 0 else 1]
+    return model
+
+
+def _efficientvit() -> nn.Module:
+    return EfficientVit(
+        widths=(8, 16, 24, 32, 48),
+        depths=(1, 1, 1, 2, 1),
+        head_dim=16,
+        head_widths=(64, 80),
+        num_classes=NUM_CLASSES,
+    )
 
 
 def _swin() -> nn.Module:
@@ -36,8 +57,8 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
 }
 GRIDS: dict[str, Callable[[], nn.Module]] = {
     "swin": _swin,
-    "mobilevit": lambda: timm.create_model("mobilevit_xxs", num_classes=NUM_CLASSES),
-    "efficientvit": lambda: timm.create_model("efficientvit_b0", num_classes=NUM_CLASSES),
+    "mobilevit": _mobilevit,
+    "efficientvit": _efficientvit,
 }
 TOYS = SEQUENCES | GRIDS
 SIZES = {"swin": 112, "mobilevit": 96, "efficientvit": 96}

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ltm.adapters.base import Slot
 from ltm.adapters.state import Tokens, TokenState
-from ltm.core.cost import count_macs
+from ltm.core.cost import run_on_meta
 from ltm.methods.base import Merger
 
 
@@ -32,6 +32,7 @@ class Tally:
     def __init__(self, shadow: nn.Module, images: Tensor) -> None:
         self.shadow, self.images = shadow, images
         self._counted: dict[object, _Counted] = {}
+        self._counter = FlopCounterMode(display=False)
         self._passed = 0
         """MACs of what was passed over."""
 
@@ -39,11 +40,13 @@ class Tally:
         """MACs as the network is now; the units are blocks that depend on the config."""
         blocks = {unit: (config, _signature(unit)) for unit in units}
         others = {module: module for module in _apart_from(self.shadow, set(blocks))}
-        self._passed = 0
+        self._passed, self._counter = 0, FlopCounterMode(display=False)
         for module, what in (*blocks.items(), *others.items()):
             module.forward = self._watched(module, what, state)
         try:
-            return count_macs(self.shadow, self.images) + self._passed
+            with self._counter:
+                run_on_meta(self.shadow, self.images)
+            return self._counter.get_total_flops() // 2 + self._passed
         finally:
             for module in (*blocks, *others):
                 del module.forward
@@ -57,11 +60,11 @@ class Tally:
             key = what, tuple(args[0].shape)
             if key in self._counted:
                 return self._pass_over(args[0], self._counted[key], slot, state)
-            with FlopCounterMode(display=False) as counter:
-                out = forward(*args)
+            before = self._counter.get_total_flops()
+            out = forward(*args)
             if isinstance(out, Tensor):
                 size = None if slot is None else (state.read(slot.index + 1) or Tokens()).size
-                macs = counter.get_total_flops() // 2
+                macs = (self._counter.get_total_flops() - before) // 2
                 self._counted[key] = _Counted(macs, tuple(out.shape), size)
             return out
 
