@@ -7,7 +7,8 @@ INSTALLED := $(VENV)/.installed
 
 # One thread per test process: the workers already fill the cores.
 test quick coverage: export OMP_NUM_THREADS ?= 1
-PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS)
+# A file to a worker: what its tests share is made once.
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile
 
 .PHONY: demo test quick check lint coverage clean
 .DEFAULT_GOAL := test

@@ -1,5 +1,7 @@
 """Small networks of every family, quick enough for tables of tests."""
 
+import copy
+import functools
 from collections.abc import Callable
 
 import timm
@@ -66,11 +68,26 @@ SIZES = {"swin": 112, "mobilevit": 96, "efficientvit": 96}
 
 def toy(name: str) -> nn.Module:
     """A toy network in evaluation mode, the same weights every time."""
+    return copy.deepcopy(_toy(name))
+
+
+@functools.cache
+def _toy(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = TOYS[name]()
     for parameter in model.parameters():
         if parameter.ndim == 1 and bool((parameter == 0).all()):
             torch.nn.init.normal_(parameter, std=0.02)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    if norms:
+        # Without statistics activations fade away, all tokens are alike, and any may match.
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.momentum = 1.0
+        with torch.no_grad():
+            model.train()(torch.randn(16, 3, size_of(name), size_of(name)))
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
     return model.eval()
 
 

@@ -167,9 +167,8 @@ LEARNERS = [
 @pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
 @pytest.mark.parametrize("settings", LEARNERS, ids=str)
 def test_gradients_reach_every_mask_parameter_and_nothing_frozen_moves(settings, name):
-    ratio = 0.8
     model, images = toy(name), pictures(name, batch=4)
-    ltm.merge_tokens_(model, ltm.LTM(ratio=ratio, **settings), size_of(name))
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.5, **settings), size_of(name))
     labels = torch.arange(4)
     collect_statistics_(model, [(images, labels)])
     learnable = set()
