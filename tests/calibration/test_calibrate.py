@@ -166,6 +166,14 @@ def test_time_is_measured_on_this_device(vit, images):
         calibrate(vit, images, budget_ms=1e-6, settings=Settings(num_trials=1))
 
 
+def test_a_default_schedule_that_suits_no_hardware_is_a_start_too(vit, images):
+    settings = Settings(num_trials=12, multiple=5)
+    result = calibrate(vit, images, budget=0.7, settings=settings)
+    refined = [trial for trial in result.history if trial.phase == "refinement"]
+    assert len(refined) == 12
+    assert result.divergence <= result.uncalibrated
+
+
 def test_counts_suit_the_hardware():
     levels = token_levels(196, 1, None)
     assert all((level + 1) % 8 == 0 for level in levels)

@@ -50,6 +50,7 @@ class Search:
         self.best: Schedule | None = None
         self._best_values: Tensor | None = None
         self._tried: set[Schedule] = set()
+        self._num_refined = 0
         self._random = random.Random(seed)  # noqa: S311 - not for secrets
 
     @property
@@ -72,6 +73,7 @@ class Search:
     def consider(self, schedule: Schedule, phase: Phase) -> bool:
         """Try a schedule; whether it is the best so far."""
         self._tried.add(schedule)
+        self._num_refined += phase == "refinement"
         parts: list[Tensor] = []
         with closing(self.trials.stream(schedule)) as stream:
             for part in stream:
@@ -88,21 +90,21 @@ class Search:
 
     def refine(self, space: Space, num_trials: int) -> None:
         """Walk downhill, from the best schedule, for so many trials at most."""
-        end = len(self.history) + num_trials
-        while len(self.history) < end and self.best is not None:
-            if not self._descend(space, self.best, end) and not self._kick(space, end):
+        end = self._num_refined + num_trials
+        while self._num_refined < end and self.best is not None:
+            if not self._descend(space, self.best, end) and not self._kick(space):
                 return
 
     def _descend(self, space: Space, schedule: Schedule, end: int) -> bool:
         """Try the neighbours until one is better."""
         for candidate in space.neighbours(schedule):
-            if len(self.history) >= end:
+            if self._num_refined >= end:
                 return True
             if candidate not in self._tried and self.consider(candidate, "refinement"):
                 return True
         return False
 
-    def _kick(self, space: Space, end: int) -> bool:
+    def _kick(self, space: Space) -> bool:
         """Try what a random walk from the best schedule leads to; False where all was tried."""
         for _ in range(20):
             schedule = self.best or ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from ltm.calibration.costs import SequenceCost
@@ -92,10 +93,6 @@ class SequenceSpace:
         self.levels = sorted(level for level in levels if level < cost.num_in)
         self.sensitivity, self.variants = sensitivity, variants
 
-    def floor(self) -> float:
-        """The smallest share that any schedule here has."""
-        return self.cost((_setting(0, self.levels[0], PLAIN),))
-
     def starts(self) -> list[Schedule]:
         """What the sensitivities suggest, for each number of sites."""
         programme = Programme(self.sensitivity, self.cost, self.levels, self.num_sites)
@@ -125,20 +122,10 @@ class SequenceSpace:
             before = setting.count
         return total
 
-    def nearest(self, schedule: Schedule) -> Schedule | None:
-        """A schedule of this space close to one that is not: counts on levels, within budget."""
-        sites: list[Setting] = []
-        for setting in schedule:
-            below = [s for s in self.levels if not sites or s < _count(sites[-1])]
-            if below:
-                level = min(below, key=lambda n: abs(n - _count(setting)))
-                sites.append(dataclasses.replace(setting, count=level))
-        return self._fitted(tuple(sites))
-
     def _shifts(self, schedule: Schedule) -> Iterator[Schedule]:
         """One site leaves more or fewer tokens, another makes up for it."""
         for index, setting in enumerate(schedule):
-            place = self.levels.index(_count(setting))
+            place = bisect_left(self.levels, _count(setting))
             for step in (-4, -2, -1, 1, 2, 4):
                 if not 0 <= place + step < len(self.levels):
                     continue
