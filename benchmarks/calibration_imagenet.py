@@ -142,7 +142,9 @@ def curve_rows(bench: Bench) -> Iterator[tuple[str, float, Build]]:
 def ablation_rows(bench: Bench) -> Iterator[tuple[str, float, Build]]:
     """The calibrated LTM with one thing changed at a time."""
     for budget in bench.args.ablated:
-        everywhere = ltm.LTM(ratio=budget, sites=tuple(range(12)), weights="uniform")
+        everywhere = ltm.LTM(
+            ratio=budget, sites=tuple(range(len(bench.host.blocks))), weights="uniform"
+        )
         yield "informative weights", budget, calibrated(bench, budget, statistics=True)
         unbiased = calibrated(bench, budget, proportional_attention=False)
         yield "sizes ignored in attention", budget, unbiased

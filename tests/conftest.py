@@ -12,6 +12,8 @@ import torch
 from hypothesis import settings
 from jaxtyping import config as jaxtyping_config, install_import_hook
 
+from toys import TOYS
+
 # Before anything of ours is imported: from here on, annotated shapes are assertions.
 install_import_hook(["ltm.core", "ltm.methods", "ltm.adapters"], "shapecheck.check")
 
@@ -23,6 +25,14 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("fixed")
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The quick tier sees one network of the tables over all of them."""
+    for item in items:
+        name = getattr(getattr(item, "callspec", None), "params", {}).get("name")
+        if isinstance(name, str) and name in TOYS and name != "vit":
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -171,7 +171,8 @@ def test_a_default_schedule_that_suits_no_hardware_is_a_start_too(vit, images):
     result = calibrate(vit, images, budget=0.7, settings=settings)
     refined = [trial for trial in result.history if trial.phase == "refinement"]
     assert len(refined) == 12
-    assert result.divergence <= result.uncalibrated
+    assert all((count + 1) % 5 == 0 for count in result.config.counts)
+    assert len(result.config.sites) <= settings.num_sites
 
 
 def test_counts_suit_the_hardware():
@@ -196,6 +197,12 @@ def test_what_cannot_be_is_refused(vit, images):
         calibrate(vit, images[:, :, :40], budget=0.7)
     with pytest.raises(ValueError, match="budget and budget_ms: give one of them"):
         calibrate(vit, images)
+    with pytest.raises(ValueError, match="multiple: got 256; the network has 37 tokens"):
+        calibrate(vit, images, budget=0.7, settings=Settings(multiple=256))
+    with pytest.raises(ValueError, match="a learned support on a sequence has no schedule"):
+        calibrate(vit, images, budget=0.7, config=ltm.LTM(support="learned"))
+    with pytest.raises(ValueError, match="time_batch: got 64, and 48 images"):
+        calibrate(vit, images, budget_ms=1.0, settings=Settings(time_batch=64))
     with pytest.raises(ValueError, match="num_trials: got 0"):
         Settings(num_trials=0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -60,6 +61,10 @@ def calibrate(
     if budget is not None:
         return calibration.within(budget)
     assert budget_ms is not None
+    if settings.time_batch > len(images):
+        raise ValueError(
+            f"time_batch: got {settings.time_batch}, and {len(images)} images; give as many images."
+        )
     clock = Clock(calibration.model, images[: settings.time_batch], mode=settings.time_mode)
     return within_milliseconds(
         calibration.within,
@@ -111,12 +116,10 @@ class Calibration:
                 f"budget: got {budget}; merging tokens cannot bring this network below "
                 f"{self.floor:.3f} of its multiply-adds."
             )
-        uncalibrated, interrupted = None, False
         self.search.forget()
+        uncalibrated, interrupted = None, False
         try:
-            for schedule in self._uncalibrated(budget):
-                self.search.consider(schedule, "start")
-                uncalibrated = self.search.divergence
+            uncalibrated = self._default(budget)
             space = self._space(budget)
             for schedule in space.starts():
                 self.search.consider(schedule, "start")
@@ -126,16 +129,35 @@ class Calibration:
             if self.search.best is None:
                 raise
             interrupted = True
-        assert self.search.best is not None
+        if self.search.best is None:
+            raise ValueError(
+                f"budget: got {budget}; {self.settings.num_sites} sites at most, and token counts "
+                "as asked for, cannot meet it."
+            )
         return self._result(
             self.search.best, budget, uncalibrated=uncalibrated, interrupted=interrupted
         )
+
+    def _default(self, budget: float) -> float | None:
+        """Start from the default schedule, as far as it suits; its own divergence."""
+        divergence = None
+        for schedule in self._uncalibrated(budget):
+            for suited in self._suited(schedule):
+                self.search.consider(suited, "start")
+            divergence = self.search.gauge(schedule)
+        return divergence
 
     @cached_property
     def levels(self) -> list[int]:
         """The token counts of a sequence to choose from."""
         assert isinstance(self.cost, SequenceCost)
-        return token_levels(self.cost.num_in, self.cost.num_prefix, self.settings.multiple)
+        levels = token_levels(self.cost.num_in, self.cost.num_prefix, self.settings.multiple)
+        if not levels:
+            raise ValueError(
+                f"multiple: got {self.settings.multiple}; the network has "
+                f"{self.cost.num_in + self.cost.num_prefix} tokens."
+            )
+        return levels
 
     @cached_property
     def frame(self) -> Frame:
@@ -172,6 +194,17 @@ class Calibration:
             if site.merges
         )
         return [schedule]
+
+    def _suited(self, schedule: Schedule) -> list[Schedule]:
+        """The schedule with counts rounded down to the levels, where that is one to choose."""
+        if not self.on_sequence:
+            return [schedule]
+        sites: list[Setting] = []
+        for setting in schedule:
+            below = [n for n in self.levels if n <= setting.count]  # pyright: ignore[reportOperatorIssue]
+            if below and (not sites or below[-1] != sites[-1].count):
+                sites.append(dataclasses.replace(setting, count=below[-1]))
+        return [tuple(sites)] if len(sites) <= self.settings.num_sites else []
 
     def _space(self, budget: float) -> Space:
         if not self.on_sequence:
@@ -236,6 +269,9 @@ def token_levels(num_in: int, num_prefix: int, multiple: int | None) -> list[int
 def _is_sequence(planner: Planner) -> bool:
     if planner.keeps_grid:
         return False
+    config = planner.config
+    if isinstance(config, LTM) and config.support_on(grid=False) != "matching":
+        raise ValueError("config: a learned support on a sequence has no schedule to search.")
     if planner.layout.entry is not None:
         raise ValueError(
             "config: matching on a grid network has no schedule to search; leave support out."

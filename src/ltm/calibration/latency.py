@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
@@ -81,24 +81,46 @@ def within_milliseconds(
             "nothing has to merge."
         )
     share = _share_for(sketch, clock, budget_ms=budget_ms, floor=floor)
-    best: CalibrationResult | None = None
+    tried: list[CalibrationResult] = []
+    try:
+        tried.extend(_corrections(search, clock, budget_ms, share, floor))
+    except KeyboardInterrupt:
+        tried = [dataclasses.replace(found, interrupted=True) for found in tried]
+        if not tried:
+            raise
+    within = [found for found in tried if _time(found) <= budget_ms]
+    if not within:
+        raise ValueError(
+            f"budget_ms: got {budget_ms}; the fastest that was found takes "
+            f"{min(map(_time, tried)):.2f} ms a batch here, the original {original:.2f}."
+        )
+    return min(within, key=lambda found: found.divergence)
+
+
+def _time(found: CalibrationResult) -> float:
+    assert found.milliseconds is not None
+    return found.milliseconds
+
+
+def _corrections(
+    search: Callable[[float], CalibrationResult],
+    clock: Callable[[LTM], float],
+    budget_ms: float,
+    share: float,
+    floor: float,
+) -> Iterator[CalibrationResult]:
+    """What is found within a share, timed, and within shares corrected by that time."""
+    met = 0.0
     for _ in range(_CORRECTIONS):
         found = search(share)
         time = clock(found.config)
-        found = dataclasses.replace(found, milliseconds=time)
-        if time <= budget_ms and (best is None or found.divergence < best.divergence):
-            best = found
-        if found.interrupted or (best is found and time >= _CLOSE * budget_ms):
-            break
+        yield dataclasses.replace(found, milliseconds=time)
+        if found.interrupted or _CLOSE * budget_ms <= time <= budget_ms:
+            return
+        met = max(met, share) if time <= budget_ms else met
         share = min(1.0, max(floor, share * min(budget_ms / time * 0.99, 1.1)))
-        if best is not None and share <= best.budget:
-            break
-    if best is None:
-        raise ValueError(
-            f"budget_ms: got {budget_ms}; the fastest that was found takes {time:.2f} ms a batch "
-            f"here, the original {original:.2f}."
-        )
-    return best
+        if share <= met:
+            return
 
 
 def _share_for(

@@ -70,6 +70,13 @@ class Search:
         self._note("sensitivity", schedule, values, is_best=False)
         return float(values.mean())
 
+    def gauge(self, schedule: Schedule) -> float:
+        """The divergence on all images, for comparison; it cannot become the best."""
+        with closing(self.trials.stream(schedule)) as stream:
+            values = torch.cat(list(stream))
+        self._note("start", schedule, values, is_best=False)
+        return float(values.mean())
+
     def consider(self, schedule: Schedule, phase: Phase) -> bool:
         """Try a schedule; whether it is the best so far."""
         self._tried.add(schedule)

@@ -114,7 +114,7 @@ class Programme:
                 used, level = used - 1, before
             else:
                 cost += float(self.staying[level])
-        return tuple(reversed(sites)) if cost <= budget else None
+        return tuple(reversed(sites)) if cost <= budget + 1e-9 else None
 
     def _shortest(self, price: float) -> tuple[Tensor, list[Tensor]]:
         """Values by (sites used, level) after the last block, and the level before each merge."""

@@ -155,6 +155,7 @@ def save(model: nn.Module, result: Any, size: tuple[int, int], output: Path | No
     if output is None:
         return
     if is_merging(model):
+        print("What its mask modules had learned belongs to other sites, and is not kept.")
         unmerge_tokens_(model)
     merge_tokens_(model, result.config, size)
     save_model(model.cpu(), output)

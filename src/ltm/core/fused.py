@@ -15,7 +15,7 @@ from torch import Tensor
 MAX_TOKENS = 256
 """Longer sequences do not fit into one program; they take the plain path."""
 
-_enabled = os.environ.get("LTM_KERNELS", "0") == "1"
+_enabled = os.environ.get("LTM_KERNELS", "0") == "1" and find_spec("triton") is not None
 
 
 def enable(on: bool = True) -> None:
@@ -26,12 +26,12 @@ def enable(on: bool = True) -> None:
     _enabled = on
 
 
-def takes(x: Tensor) -> bool:
-    """Whether the kernels do the work on these tokens, `b t c`."""
+def takes(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Whether the kernels do the work on these tokens, `b t c`, and their weights."""
     if not _enabled or x.shape[1] > MAX_TOKENS or torch.compiler.is_exporting():
         return False
-    differentiates = torch.is_grad_enabled() and x.requires_grad
-    return not differentiates and _runs_on(x)
+    learns = x.requires_grad or (weight is not None and weight.requires_grad)
+    return not (torch.is_grad_enabled() and learns) and _runs_on(x)
 
 
 def _runs_on(x: Tensor) -> bool:

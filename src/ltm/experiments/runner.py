@@ -118,6 +118,7 @@ class _Call:
         place.console.print(f"running {name} ({self.progress})")
         if self.store.is_stale(job):
             shutil.rmtree(place.work(job) / "run", ignore_errors=True)
+            self.store.forget(job)
         began = time.time()
         try:
             values = perform(job, place)

@@ -58,6 +58,10 @@ class Store:
         row = read_json(self.row_folder(job) / ROW)
         return row is not None and not _current(row, job)
 
+    def forget(self, job: Job) -> None:
+        """Drop a row that was made under other defaults."""
+        (self.row_folder(job) / ROW).unlink(missing_ok=True)
+
     def failure(self, job: Job) -> Failure | None:
         """Why a job failed when it was last tried."""
         noted = read_json(self.row_folder(job) / FAILURE)
