@@ -71,6 +71,7 @@ def test_peers_meet_theirs(key, method):
     assert ratio - 0.05 <= report.share <= ratio
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key", ["vit_small", "swin_tiny", "mobilevit_s@256", "efficientvit_b1@224"]
 )

@@ -43,6 +43,7 @@ def test_intermediates_restore_what_was_merged(name):
         assert pairs[-1][1].shape[1] == model.num_prefix_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["swin_tiny_patch4_window7_224", "mobilevit_xxs", "efficientvit_b0", "vit_tiny_patch16_224"],
@@ -101,6 +102,7 @@ def test_resizing_replans(name):
     assert model.token_merging.image_size == (size, size)
 
 
+@pytest.mark.slow
 def test_other_sizes_without_resizing():
     settings = {"patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 2, "num_classes": 10}
     vit = VisionTransformer(img_size=48, dynamic_img_size=True, **settings).eval()

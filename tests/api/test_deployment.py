@@ -46,6 +46,7 @@ def test_a_frozen_static_mask_keeps_no_parameter(name):
     assert not [n for n, _ in model.named_parameters() if "merger" in n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_loading_gives_the_same_bits(config, frozen, tmp_path):

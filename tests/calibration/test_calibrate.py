@@ -15,6 +15,8 @@ from ltm.calibration.latency import within_milliseconds
 from ltm.calibration.schedules import Setting, config_of
 from toys import pictures, size_of, toy
 
+pytestmark = pytest.mark.slow
+
 QUICK = Settings(num_trials=8, num_sites=3)
 
 

@@ -14,6 +14,8 @@ from ltm.cli.benchmark import Results
 from ltm.cli.models import load_model
 from ltm.evaluation import latency
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--model-args", "depth=3", "embed_dim=24", "num_heads=2", "num_classes=4"]
 QUICK = ["--models", "test_vit", "--image-size", "96", "--rounds", "2", "--warmup", "1", *SMALL]
 

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 import ltm
 from ltm.cli import main
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"depth": 3, "embed_dim": 24, "num_heads": 2}
 
 

@@ -27,6 +27,8 @@ from ltm.cli.measurements import mixed
 from ltm.cli.partition import part_images
 from ltm.data.shapes import ShapesClassification
 
+pytestmark = pytest.mark.slow
+
 NAME = "vit_tiny_patch16_224"
 ARGUMENTS: dict[str, Any] = {
     "img_size": 32,

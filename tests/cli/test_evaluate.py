@@ -20,6 +20,8 @@ from ltm.cli import main
 from ltm.cli.progress import Progress
 from ltm.data.transforms import evaluation_transform, image_spec
 
+pytestmark = pytest.mark.slow
+
 CLASSES = ("ant", "bee", "cow")
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 24, "num_heads": 2}
 MODEL_ARGS = ["--model-args", *(f"{name}={value}" for name, value in SMALL.items())]

@@ -11,6 +11,8 @@ import torch
 
 from ltm.core import fused
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).resolve().parents[1]
 
 

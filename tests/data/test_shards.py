@@ -91,6 +91,7 @@ def test_views(numbered):
         dataset[20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("members", "message"),
     [

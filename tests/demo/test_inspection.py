@@ -12,6 +12,8 @@ from ltm.demo.rendering import LEAST_SIDE, draw_groups, draw_token, layer_table,
 from ltm.visual.pictures import prepare
 from ltm.visual.tracing import tokens_by_block
 
+pytestmark = pytest.mark.slow
+
 TOKENS = {"ViT": [144] * 6, "Swin": [576, 576, 144, 144]}
 
 

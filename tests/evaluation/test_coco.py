@@ -257,6 +257,7 @@ def test_the_benchmarks_own_scores_are_the_same(kind: Any) -> None:
     assert theirs["ap75"] == pytest.approx(ours.ap75, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("kind", ["bbox", "segm"])
 def test_scores_equal_those_of_pycocotools_on_photographs(kind: Any, real_data: Path) -> None:

@@ -21,6 +21,8 @@ from ltm.evaluation.latency import BASE, Conditions, Entrant, Timing, did_not_ru
 from ltm.evaluation.runners import TrainingStep, fuse_attention_
 from ltm.evaluation.tables import TimingFile
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 QUICK = {"model": "tiny", "image_size": (64, 64), "rounds": 3, "warmup": 1}
 

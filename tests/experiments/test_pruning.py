@@ -14,6 +14,8 @@ from ltm.experiments.pruning.s2vite import exchange_, kept_counts
 from ltm.experiments.pruning.savit import choose, importances
 from ltm.experiments.pruning.spvit import SoftlyPruned
 
+pytestmark = pytest.mark.slow
+
 SIZE = (64, 64)
 
 

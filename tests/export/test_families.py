@@ -16,6 +16,8 @@ from ltm.export.job import Export
 from ltm.methods import MethodConfig
 from toys import pictures, toy
 
+pytestmark = pytest.mark.slow
+
 METHODS: dict[str, MethodConfig] = {
     "ltm": ltm.LTM(ratio=0.75),
     "ltm_static": ltm.LTM(ratio=0.75, support="learned"),

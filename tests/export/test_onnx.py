@@ -23,6 +23,8 @@ from ltm.export.onnx import save_onnx
 from ltm.export.parity import Parity, ParityError, compare, require
 from ltm.export.runtime import OnnxModel
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_file_says_how_to_use_it(exported: Export) -> None:
     model = OnnxModel(exported.folder / "model.onnx")

@@ -22,6 +22,8 @@ from ltm.export.runtime import OnnxModel
 from ltm.export.sources import check_inputs, image_paths
 from ltm.export.writing import open_writer
 
+pytestmark = pytest.mark.slow
+
 
 class Brightness(ImageModel):
     """A model that needs no network."""

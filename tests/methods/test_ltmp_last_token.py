@@ -8,6 +8,7 @@ import ltm
 from ltm.api import watching
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mobilevit_xxs", "efficientvit_b0"])
 @pytest.mark.parametrize("thresholds", [(1.1, 2.0), (-1.1, 2.0)])
 def test_one_token_is_always_left(name: str, thresholds: tuple[float, float]) -> None:

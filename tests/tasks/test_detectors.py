@@ -12,6 +12,8 @@ from ltm.tasks.pyramid import build_pyramid
 from ltm.tasks.segmentation import MaskRCNN, MaskRCNNConfig, StridedAnchors, strided_pool
 from ltm.tasks.targets import clean_target, float_image
 
+pytestmark = pytest.mark.slow
+
 MERGING = LTM(per_block=0.5)
 QUICK = {
     "rpn_post_nms_top_n_train": 50,

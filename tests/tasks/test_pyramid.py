@@ -13,6 +13,8 @@ import ltm
 from ltm.methods import LTM, ToMe
 from ltm.tasks.pyramid import Pyramid, build_pyramid, merging_network, size_arguments
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {
     "mobilevit_xxs": 64,
     "efficientvit_b0": 64,

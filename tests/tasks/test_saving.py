@@ -14,6 +14,8 @@ from ltm.tasks.detection import SSDLiteConfig
 from ltm.tasks.saving import DetectorConfig, load_detector, save_detector
 from ltm.tasks.segmentation import MaskRCNNConfig
 
+pytestmark = pytest.mark.slow
+
 MERGING = LTM(per_block=0.5)
 CONFIGS = {
     "ssdlite": SSDLiteConfig(backbone="mobilevit_xxs", num_classes=2, image_size=(64, 64)),

@@ -57,6 +57,7 @@ def swin() -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [vit, swin])
 def test_the_share_is_that_of_the_plan(build: object) -> None:
     model = build()  # type: ignore[operator]

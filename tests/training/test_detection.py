@@ -23,6 +23,8 @@ from ltm.training.detection_config import (
 from ltm.training.faults import NonFiniteLossError
 from ltm.training.processes import make_fabric
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "detector": {"image_size": [64, 64]},
     "data": {"source": "shapes:size=48,images=4,val_images=2,classes=2", "batch_size": 2},

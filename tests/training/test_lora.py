@@ -47,6 +47,7 @@ def spread_adapters_(model: nn.Module) -> None:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

@@ -109,6 +109,7 @@ def test_a_film_has_a_frame_per_merging_block_and_one_before(
 _SWIN = {"img_size": 112, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "side", "method", "grid"),
     [
