@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from ltm.core.groups import MatchedMerge
 from ltm.core.merge import (
     DenseMerge,
     GridMerge,
-    MatchedMerge,
     StaticMerge,
     compose_weights,
     restore_through,

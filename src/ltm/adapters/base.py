@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -156,48 +156,6 @@ def attention_bias(size: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if size is None:
         return None
     return size.float().clamp_min(1e-10).log().to(dtype)[:, None, None, :]
-
-
-class Tapped(nn.Module):
-    """A projection of the host whose output the block may read once."""
-
-    tap: tuple[TokenState, Any]
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        state, key = self.tap
-        state.write(key, out)
-        return out
-
-
-class TappedLinear(Tapped, nn.Linear):
-    """A tapped linear layer."""
-
-
-class TappedConv2d(Tapped, nn.Conv2d):
-    """A tapped convolution."""
-
-
-_TAPPED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: TappedLinear,
-    nn.Conv2d: TappedConv2d,
-}
-
-
-def tap_(projection: nn.Module, state: TokenState, key: Any) -> None:
-    """Make a projection leave its output in the state, whatever its class (LoRA's, for example)."""
-    host = type(projection)
-    if host not in _TAPPED:
-        _TAPPED[host] = type(f"Tapped{host.__name__}", (Tapped, host), {})
-    projection.__class__ = _TAPPED[host]
-    cast("Tapped", projection).tap = (state, key)
-
-
-def untap_(projection: nn.Module) -> None:
-    """Undo `tap_`."""
-    if isinstance(projection, Tapped):
-        del projection.tap
-        become_(projection, type(projection).__mro__[2])
 
 
 class Adapter(ABC):

@@ -30,8 +30,6 @@ from ltm.adapters.base import (
     observed_shapes,
     register,
     starts_of,
-    tap_,
-    untap_,
 )
 from ltm.adapters.grids import (
     POOL,
@@ -42,6 +40,7 @@ from ltm.adapters.grids import (
     tokens_to_map,
 )
 from ltm.adapters.state import TokenState
+from ltm.adapters.taps import tap_, untap_
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site

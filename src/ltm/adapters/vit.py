@@ -24,11 +24,10 @@ from ltm.adapters.base import (
     become_,
     make_slots,
     register,
-    tap_,
-    untap_,
 )
 from ltm.adapters.conversion import Resizable
 from ltm.adapters.state import Tokens, TokenState
+from ltm.adapters.taps import tap_, untap_
 from ltm.core import fused
 from ltm.core.merge import restore_through
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -67,10 +66,8 @@ def attention_hints(
     host = cast("Attention", attn)
     plain = isinstance(getattr(host, "k_norm", None), nn.Identity)
     if needs == {"importance"} and num_prefix and plain and fused.takes(qkv):
-        from ltm.core import kernels  # noqa: PLC0415 - needs Triton
-
         heads, scale = host.num_heads, host.scale
-        return {"importance": kernels.importance(qkv, size, num_heads=heads, scale=scale)}
+        return {"importance": fused.kernels().importance(qkv, size, num_heads=heads, scale=scale)}
     query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
     if hasattr(host, "k_norm"):
         query, key = host.q_norm(query), host.k_norm(key)

@@ -140,12 +140,13 @@ class Calibration:
 
     def _default(self, budget: float) -> float | None:
         """Start from the default schedule, as far as it suits; its own divergence."""
-        divergence = None
-        for schedule in self._uncalibrated(budget):
-            for suited in self._suited(schedule):
-                self.search.consider(suited, "start")
-            divergence = self.search.gauge(schedule)
-        return divergence
+        schedule = self._uncalibrated(budget)
+        if schedule is None:
+            return None
+        suited = self._suited(schedule)
+        if suited is not None:
+            self.search.consider(suited, "start")
+        return self.search.gauge(schedule)
 
     @cached_property
     def levels(self) -> list[int]:
@@ -176,14 +177,14 @@ class Calibration:
         starts = self._space(budget).starts()
         return config_of(starts[0], self.config) if starts else None
 
-    def _uncalibrated(self, budget: float) -> list[Schedule]:
+    def _uncalibrated(self, budget: float) -> Schedule | None:
         """What `LTM(ratio=budget)` does, if it can."""
         config = unscheduled(self.config, ratio=budget)
         try:
             plan = Planner(self.model, self.adapter, config, self.size).plan()
         except ValueError:
-            return []
-        schedule = tuple(
+            return None
+        return tuple(
             Setting(
                 site.block,
                 site.grid_out or site.num_out,
@@ -193,18 +194,17 @@ class Calibration:
             for site in plan.sites
             if site.merges
         )
-        return [schedule]
 
-    def _suited(self, schedule: Schedule) -> list[Schedule]:
+    def _suited(self, schedule: Schedule) -> Schedule | None:
         """The schedule with counts rounded down to the levels, where that is one to choose."""
         if not self.on_sequence:
-            return [schedule]
+            return schedule
         sites: list[Setting] = []
         for setting in schedule:
             below = [n for n in self.levels if n <= setting.count]  # pyright: ignore[reportOperatorIssue]
             if below and (not sites or below[-1] != sites[-1].count):
                 sites.append(dataclasses.replace(setting, count=below[-1]))
-        return [tuple(sites)] if len(sites) <= self.settings.num_sites else []
+        return tuple(sites) if len(sites) <= self.settings.num_sites else None
 
     def _space(self, budget: float) -> Space:
         if not self.on_sequence:

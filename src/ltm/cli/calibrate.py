@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ltm.cli.images import load_batches, open_images
 from ltm.cli.models import load_model
+from ltm.cli.progress import interruptible
 from ltm.cli.results import open_folder, write_metrics
 
 if TYPE_CHECKING:
@@ -204,23 +203,3 @@ def showing(num_trials: int) -> Iterator[Callable[[Trial], None]]:
                 raise KeyboardInterrupt
 
         yield note
-
-
-@contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Let the first Ctrl-C set an event instead of breaking off; the second breaks off."""
-    interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def stop(_number: int, _frame: object) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,7 +17,11 @@ class Progress:
 
     def __init__(self, description: str, *, silent: bool = False) -> None:
         self.description, self.silent = description, silent
-        self.interrupted = False
+        self._stop = threading.Event()
+
+    @property
+    def interrupted(self) -> bool:
+        return self._stop.is_set()
 
     def __call__(self, items: Iterable[T]) -> Iterator[T]:
         from rich.console import Console
@@ -35,7 +38,7 @@ class Progress:
         hidden = self.silent or not console.is_terminal
         with (
             Bar(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar,
-            self._stopping(),
+            interruptible(self._stop),
         ):
             total = len(items) if hasattr(items, "__len__") else None  # pyright: ignore[reportArgumentType]
             task = bar.add_task(self.description, total=total)
@@ -53,19 +56,22 @@ class Progress:
             if not self.interrupted:
                 raise
 
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
 
-        def stop(_number: int, _frame: FrameType | None) -> None:
-            self.interrupted = True
-            signal.signal(signal.SIGINT, before)
+@contextmanager
+def interruptible(interrupted: threading.Event | None = None) -> Iterator[threading.Event]:
+    """Let the first Ctrl-C set an event instead of breaking off; the second breaks off."""
+    interrupted = interrupted or threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    before = signal.getsignal(signal.SIGINT)
 
-        signal.signal(signal.SIGINT, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    def stop(_number: int, _frame: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

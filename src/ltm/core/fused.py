@@ -7,7 +7,9 @@ They are for inference on a GPU, and off unless asked for, by `LTM_KERNELS=1` in
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,11 @@ def takes(x: Tensor, weight: Tensor | None = None) -> bool:
         return False
     learns = x.requires_grad or (weight is not None and weight.requires_grad)
     return not (torch.is_grad_enabled() and learns) and _runs_on(x)
+
+
+def kernels() -> Any:
+    """The kernels, imported when first used: they need Triton."""
+    return import_module("ltm.core.kernels")
 
 
 def _runs_on(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ltm.core.merge import MatchedMerge
+from ltm.core.groups import MatchedMerge
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ltm.adapters.base import Tapped, tap_, untap_
+from ltm.adapters.taps import Tapped, tap_, untap_
 
 _ADAPTER = "default"
 

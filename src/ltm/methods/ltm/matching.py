@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ltm.core import fused
+from ltm.core.groups import MatchedMerge
 from ltm.core.matching import Match, merge_in_order
-from ltm.core.merge import MatchedMerge
 from ltm.methods.base import Decision, Hints, Site, token_size
 from ltm.methods.ltm.harm import Patches, match_least_harm, match_unimportant
 from ltm.methods.ltm.step import LTMMerger, carried
@@ -71,11 +71,9 @@ class MatchingMerger(LTMMerger):
     def _fused(
         self, tokens: Tensor, hints: Hints, weight: Tensor, prune: bool, keep_norm: bool
     ) -> MatchedMerge:
-        from ltm.core import kernels  # noqa: PLC0415 - needs Triton
-
         k = self.site.num_prefix
         num_leaving = tokens.shape[1] - k - hints.num_out
-        leaves, assignment = kernels.assign(
+        leaves, assignment = fused.kernels().assign(
             tokens,
             hints.size,
             hints.importance,
