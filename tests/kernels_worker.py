@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 import ltm
+from ltm.adapters.base import attention_bias
 from ltm.core import fused, kernels
 from ltm.core.matching import merge_in_order
 from ltm.methods.ltm.harm import Patches, match_least_harm
@@ -27,6 +28,7 @@ CASES = {
 }
 MODELS = {
     "default": ltm.LTM(ratio=0.7),
+    "static": ltm.LTM(ratio=0.7, support="learned"),
     "informative": ltm.LTM(ratio=0.7, gain=1.0),
     "operators": ltm.LTM(
         sites=(1, 3, 4), counts=(25, 16, 8), operators=("merge", "prune_redundant", "norm"),
@@ -63,15 +65,34 @@ def compare(num_prefix=1, channels=24, sized=False, attended=False, padded=False
     leaves, assignment = kernels.assign(
         tokens, size, attention, num_leaving=num_leaving, num_prefix=num_prefix, protection=1.0
     )
-    found = {"leaves": bool((leaves == match.leaves).all())}
+    found = {"leaves": bool((leaves.bool() == match.leaves).all())}
     found["assignment"] = bool((assignment == merge.assignment).all())
     for keep_norm in (True, False):
-        expected = replace(merge, keep_norm=keep_norm)(tokens)
-        merged = kernels.merge_groups(
-            tokens, weight, merge.assignment, merge.num_places, keep_norm=keep_norm
+        expected, sizes = replace(merge, keep_norm=keep_norm).apply(tokens, size)
+        merged, merged_size = kernels.merge_groups(
+            tokens, weight, size, merge.assignment, merge.num_places, keep_norm=keep_norm
         )
         found[f"merged {keep_norm}"] = float((merged - expected).abs().max())
+        found["sizes"] = float((merged_size - sizes).abs().max())
     return found
+
+
+def attend(num_tokens, shared):
+    """Attention and importance against torch's own: the largest difference of each."""
+    torch.manual_seed(0)
+    heads, width, batch = 2, 24, 2
+    qkv = torch.randn(batch, num_tokens, 3 * heads * width, device=DEVICE)
+    size = torch.randint(0, 6, (1 if shared else batch, num_tokens), device=DEVICE).float()
+    query, key, value = qkv.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
+    bias = attention_bias(size, qkv.dtype)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    found = kernels.attention(qkv, size, heads, width**-0.5)
+    scores = query[:, :, :1] @ key.mT * width**-0.5 + bias
+    received = scores.softmax(dim=-1).mean(dim=1)[:, 0]
+    return [
+        float((found - expected.transpose(1, 2).flatten(2)).abs().max()),
+        float((kernels.importance(qkv, size, heads, width**-0.5) - received).abs().max()),
+    ]
 
 
 @torch.no_grad()
@@ -92,10 +113,12 @@ def whole(config, dtype):
 
 def main():
     torch.set_num_threads(1)
+    fused.enable(False)
     if DEVICE == "cpu":
         fused._runs_on = lambda _: True
     results = {
         "kernels": {name: compare(**case) for name, case in CASES.items()},
+        "attention": {str(t): attend(t, shared) for t, shared in ((17, False), (197, True))},
         "models": {name: whole(config, torch.float32) for name, config in MODELS.items()},
     }
     if DEVICE == "cuda":

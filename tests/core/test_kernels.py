@@ -37,10 +37,17 @@ def test_decisions_are_the_same_and_merged_tokens_agree(found):
         assert case["assignment"], name
         assert case["merged True"] < 1e-5, name
         assert case["merged False"] < 1e-5, name
+        assert case["sizes"] == 0, name
+
+
+def test_attention_and_importance_agree(found):
+    for num_tokens, (attention, importance) in found["attention"].items():
+        assert attention < 1e-5, num_tokens
+        assert importance < 1e-5, num_tokens
 
 
 def test_networks_agree(found):
-    assert set(found["models"]) == {"default", "informative", "operators", "unimportant"}
+    assert set(found["models"]) == {"default", "static", "informative", "operators", "unimportant"}
     assert max(found["models"].values()) < 1e-5
     assert max(found.get("half", {"": 0.0}).values()) < 1e-2
 

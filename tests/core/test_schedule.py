@@ -9,7 +9,6 @@ from ltm.core.schedule import (
     ceil_count,
     ceil_grid,
     constant_number,
-    constant_rate,
     fit_budget,
     grid_counts,
     halve,
@@ -26,7 +25,6 @@ def test_stronger_never_leaves_more(weak, strong, num_in, num_sites):
     shares = [0.1 + 0.03 * i for i in range(num_sites)]
     for schedule in (
         lambda t: constant_number(t, num_in, num_sites),
-        lambda t: constant_rate(t, num_in, num_sites),
         lambda t: weighted_rate(t, num_in, shares),
     ):
         less, more = schedule(strong), schedule(weak)
@@ -34,7 +32,7 @@ def test_stronger_never_leaves_more(weak, strong, num_in, num_sites):
         assert sorted(less, reverse=True) == less
         assert min(less) >= 1
         assert max(more) <= num_in
-    assert constant_rate(0, num_in, num_sites) == [num_in] * num_sites
+    assert weighted_rate(0, num_in, shares) == [num_in] * num_sites
 
 
 @given(strengths, st.integers(1, 64), st.integers(1, 64), st.sampled_from([1, 7, 8]))

@@ -135,9 +135,7 @@ class MergingMixin(nn.Module):
                     labels=slot.state.labels,
                 )
                 decision = self.decide(z, hints, **context)
-                merged = decision.merge(z)
-                size = z.new_ones(1, z.shape[1], dtype=torch.float32)
-                size = decision.merge.sizes(size if tokens.size is None else tokens.size)
+                merged, size = decision.merge.apply(z, tokens.size)
                 merges = (*tokens.merges, decision.merge)
                 tokens = Tokens(size=size, carry=decision.carry, merges=merges)
         slot.state.write(slot.index + 1, tokens)

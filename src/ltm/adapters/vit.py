@@ -42,8 +42,12 @@ class MergingBlock(MergingMixin, HostBlock):
         tokens = self.entering()
         if (attn_mask is not None or is_causal) and tokens.merges:
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
-        bias = attention_bias(tokens.size, x.dtype) if self.slot.proportional else None
-        attended = self.attn(self.norm1(x), attn_mask=attn_mask if bias is None else bias)
+        size = tokens.size if self.slot.proportional else None
+        attended = (
+            self.attn(self.norm1(x), attn_mask=attn_mask)
+            if size is None
+            else proportional_attention(self.attn, self.norm1(x), size)
+        )
         z = x + self.drop_path1(self.ls1(attended))
         z, *_ = self.merge(z, tokens)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
@@ -59,15 +63,29 @@ class MergingBlock(MergingMixin, HostBlock):
         return merger(z, dataclasses.replace(hints, **found))
 
 
+def proportional_attention(attn: nn.Module, x: Tensor, size: Tensor) -> Tensor:
+    """Attention to tokens that count as often as their size says."""
+    host = cast("Attention", attn)
+    if not (_is_plain(host) and fused.takes(x, *host.qkv.parameters())):
+        return host(x, attn_mask=attention_bias(size, x.dtype))
+    attended = fused.attention(host.qkv(x), size, host.num_heads, host.scale)
+    return host.proj_drop(host.proj(attended))
+
+
+def _is_plain(attn: Attention) -> bool:
+    """Whether there is nothing but a softmax between the projections."""
+    layers = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
+    drops = attn.training and attn.attn_drop.p > 0
+    return not drops and all(y is None or isinstance(y, nn.Identity) for y in layers)
+
+
 def attention_hints(
     attn: nn.Module, qkv: Tensor, size: Tensor | None, needs: frozenset[str], num_prefix: int
 ) -> dict[str, Tensor]:
     """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
     host = cast("Attention", attn)
-    plain = isinstance(getattr(host, "k_norm", None), nn.Identity)
-    if needs == {"importance"} and num_prefix and plain and fused.takes(qkv):
-        heads, scale = host.num_heads, host.scale
-        return {"importance": fused.kernels().importance(qkv, size, num_heads=heads, scale=scale)}
+    if needs == {"importance"} and num_prefix and _is_plain(host) and fused.takes_match(qkv):
+        return {"importance": fused.importance(qkv, size, host.num_heads, host.scale)}
     query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
     if hasattr(host, "k_norm"):
         query, key = host.q_norm(query), host.k_norm(key)

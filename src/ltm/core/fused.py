@@ -1,9 +1,15 @@
-"""When Triton kernels take over from the plain torch path.
+"""Operators of the matching path that Triton kernels do on a GPU, and when they do.
 
-They are for inference on a GPU, and off unless asked for, by `LTM_KERNELS=1` in the environment or
-`fused.enable()`: results are those of the plain path.
+They are for inference: wherever there is an NVIDIA GPU and Triton, unless `LTM_KERNELS=0` is in the
+environment. Their results are those of the plain torch path, which does the work everywhere else.
+As operators they can be captured by CUDA graphs and compiled with the network around them.
+
+Letters: b images, t tokens with their prefix, p tokens that stay, c channels, h heads, d channels
+of a head.
 """
 
+# pyright: reportUnknownMemberType=false
+# ruff: noqa: PLR0917 - operators take their arguments in order
 from __future__ import annotations
 
 import os
@@ -15,31 +21,119 @@ import torch
 from torch import Tensor
 
 MAX_TOKENS = 256
-"""Longer sequences do not fit into one program; they take the plain path."""
+"""Longer sequences do not fit into one program of a match; they take the plain path."""
 
-_enabled = os.environ.get("LTM_KERNELS", "0") == "1" and find_spec("triton") is not None
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_enabled = os.environ.get("LTM_KERNELS", "1") == "1"
+_installed = find_spec("triton") is not None
 
 
 def enable(on: bool = True) -> None:
     """Use the kernels wherever they can be used, or nowhere."""
-    if on and find_spec("triton") is None:
-        raise ValueError("enable: Triton is not installed; it comes with torch on Linux.")
     global _enabled  # noqa: PLW0603 - one switch for the process
     _enabled = on
 
 
-def takes(x: Tensor, weight: Tensor | None = None) -> bool:
-    """Whether the kernels do the work on these tokens, `b t c`, and their weights."""
-    if not _enabled or x.shape[1] > MAX_TOKENS or torch.compiler.is_exporting():
+def takes(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether kernels do the work on these tensors."""
+    if not (_enabled and _installed and _runs_on(x)) or torch.compiler.is_exporting():
         return False
-    learns = x.requires_grad or (weight is not None and weight.requires_grad)
-    return not (torch.is_grad_enabled() and learns) and _runs_on(x)
+    return not torch.is_grad_enabled() or not any(
+        y is not None and y.requires_grad for y in (x, *others)
+    )
 
 
-def kernels() -> Any:
-    """The kernels, imported when first used: they need Triton."""
-    return import_module("ltm.core.kernels")
+def takes_match(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether kernels match and merge these tokens, `b t c`."""
+    return x.shape[1] <= MAX_TOKENS and takes(x, *others)
 
 
 def _runs_on(x: Tensor) -> bool:
-    return x.is_cuda
+    return x.is_cuda and torch.version.cuda is not None and x.dtype in _DTYPES
+
+
+def _kernels() -> Any:
+    """Imported when first used: they need Triton."""
+    return import_module("ltm.core.kernels")
+
+
+@torch.library.custom_op(
+    "ltm::assign",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? size, Tensor? attention, int num_leaving, int num_prefix, "
+    "float protection) -> (Tensor, Tensor)",
+)
+def assign(
+    tokens: Tensor,
+    size: Tensor | None,
+    attention: Tensor | None,
+    num_leaving: int,
+    num_prefix: int,
+    protection: float,
+) -> tuple[Tensor, Tensor]:
+    """Whether each token leaves (0 or 1), and its place after the merge, both `b t`."""
+    return _kernels().assign(tokens, size, attention, num_leaving, num_prefix, protection)
+
+
+@assign.register_fake
+def _(tokens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = tokens.shape[:2]
+    return tokens.new_empty(shape, dtype=torch.int8), tokens.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op(
+    "ltm::merge_groups",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor weight, Tensor? size, Tensor assignment, int num_places, "
+    "bool keep_norm) -> (Tensor, Tensor)",
+)
+def merge_groups(
+    tokens: Tensor,
+    weight: Tensor,
+    size: Tensor | None,
+    assignment: Tensor,
+    num_places: int,
+    keep_norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """Weighted means of groups, `b p c`, and the sums of their sizes, `b p`."""
+    return _kernels().merge_groups(tokens, weight, size, assignment, num_places, keep_norm)
+
+
+@merge_groups.register_fake
+def _(
+    tokens: Tensor, _weight: Any, _size: Any, _assignment: Any, num_places: int, _norm: bool
+) -> tuple[Tensor, Tensor]:
+    b, _, c = tokens.shape
+    merged = tokens.new_empty(b, num_places, c)
+    return merged, tokens.new_empty(b, num_places, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "ltm::importance",
+    mutates_args=(),
+    schema="(Tensor qkv, Tensor? size, int num_heads, float scale) -> Tensor",
+)
+def importance(qkv: Tensor, size: Tensor | None, num_heads: int, scale: float) -> Tensor:
+    """Attention received from the first token, a mean over heads, `b t (3 h d) -> b t`."""
+    return _kernels().importance(qkv, size, num_heads, scale)
+
+
+@importance.register_fake
+def _(qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "ltm::attention",
+    mutates_args=(),
+    schema="(Tensor qkv, Tensor size, int num_heads, float scale) -> Tensor",
+)
+def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor:
+    """Attention to keys that count as often as their size says, `b t (3 h d) -> b t (h d)`."""
+    return _kernels().attention(qkv, size, num_heads, scale)
+
+
+@attention.register_fake
+def _(qkv: Tensor, *_: Any) -> Tensor:
+    b, t, width = qkv.shape
+    return qkv.new_empty(b, t, width // 3)

@@ -58,10 +58,8 @@ class MatchedMerge(Merge):
         return self._add(x * self.weight[..., None].to(x.dtype)) / self._total().to(x.dtype)
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        if fused.takes(x, self.weight):
-            return fused.kernels().merge_groups(
-                x, self.weight, self.assignment, self.num_places, keep_norm=self.keep_norm
-            )
+        if fused.takes_match(x, self.weight):
+            return self._fused(x, None)[0]
         if not self.keep_norm:
             return self.average(x)
         # The length is replaced anyway, so there is no need to divide by the total first.
@@ -70,6 +68,18 @@ class MatchedMerge(Merge):
         largest = norm.new_zeros(x.shape[0], self.num_places)
         largest = largest.scatter_reduce(1, self.assignment, norm, "amax")
         return summed * (largest / _length(summed).clamp_min(_TINY))[..., None].to(x.dtype)
+
+    def apply(
+        self, x: Float[Tensor, "b kn c"], size: Float[Tensor, "_ kn"] | None
+    ) -> tuple[Float[Tensor, "b kp c"], Float[Tensor, "_ kp"]]:
+        if fused.takes_match(x, self.weight):
+            return self._fused(x, size)
+        return super().apply(x, size)
+
+    def _fused(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fused.merge_groups(
+            x, self.weight, size, self.assignment, self.num_places, self.keep_norm
+        )
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return y.gather(1, self.assignment[..., None].expand(-1, -1, y.shape[-1]))

@@ -1,14 +1,13 @@
-"""Triton kernels of the matching path: who leaves, where to, and the merge, in three launches.
+"""Triton kernels: who leaves an image and where to, the merge, attention that knows token sizes.
 
-Each is the plain torch path of `ltm.methods.ltm.harm` and `ltm.core.merge` in one pass over the
-tokens; distances are kept in float32, so no token has to be centred first. Programs are per image
-and block of rows. Imported only where there is a GPU (or Triton's interpreter).
+Each is the plain torch path in one pass over the tokens; distances are kept in float32, so no token
+has to be centred first. Imported only where they run: on a GPU, or in Triton's interpreter.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, p tokens that stay (prefix
 included), c channels, h heads, d channels of a head.
 """
 
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
@@ -17,120 +16,122 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST_SIZE = tl.constexpr(1e-10)
+
 
 @triton.jit
 def _harm_kernel(
-    tokens, size, attention, distance, harm, t, k, c, protection,
+    tokens, size, attention, distance, harm, t, k, c, size_stride, protection,
     HAS_SIZE: tl.constexpr, HAS_ATTENTION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Distances of a block of patches to all, and the least harm of merging each of them."""
+    """Distances between two blocks of patches, and the least harm of merging one into the other."""
     image, n = tl.program_id(0), t - k
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = rows < n
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside, there = rows < n, columns < n
     start = tokens + (image * t + k).to(tl.int64) * c
-    own_attention = tl.zeros((ROWS,), tl.float32)
-    if HAS_ATTENTION:
-        own_attention = tl.load(attention + image * t + k + rows, mask=inside, other=0.0)
-        own_attention = own_attention.to(tl.float32)
-    own_size = tl.full((ROWS,), 1.0, tl.float32)
-    if HAS_SIZE:
-        own_size = tl.load(size + image * t + k + rows, mask=inside, other=1.0)
-    least = tl.full((ROWS,), float("inf"), tl.float32)
-    for first in range(0, n, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        there = columns < n
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
-        own_square = tl.zeros((ROWS,), tl.float32)
-        their_square = tl.zeros((COLUMNS,), tl.float32)
-        for channel in range(0, c, CHANNELS):
-            channels = channel + tl.arange(0, CHANNELS)
-            known = channels < c
-            own = tl.load(
-                start + rows[:, None] * c + channels[None],
-                mask=inside[:, None] & known[None], other=0.0,
-            )  # fmt: skip
-            theirs = tl.load(
-                start + columns[:, None] * c + channels[None],
-                mask=there[:, None] & known[None], other=0.0,
-            )  # fmt: skip
-            product = tl.dot(own, tl.trans(theirs), product, input_precision="ieee")
-            own_square += tl.sum(own.to(tl.float32) * own.to(tl.float32), axis=1)
-            their_square += tl.sum(theirs.to(tl.float32) * theirs.to(tl.float32), axis=1)
-        apart = tl.maximum(own_square[:, None] + their_square[None] - 2 * product, 0.0)
-        tl.store(
-            distance + (image.to(tl.int64) * n + rows[:, None]) * n + columns[None],
-            apart, mask=inside[:, None] & there[None],
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    own_square = tl.zeros((ROWS,), tl.float32)
+    their_square = tl.zeros((COLUMNS,), tl.float32)
+    for channel in range(0, c, CHANNELS):
+        channels = channel + tl.arange(0, CHANNELS)
+        known = channels < c
+        own = tl.load(
+            start + rows[:, None] * c + channels[None],
+            mask=inside[:, None] & known[None], other=0.0,
         )  # fmt: skip
-        open_ = there[None] & (columns[None] > rows[:, None])
-        if HAS_ATTENTION:
-            seen = tl.load(attention + image * t + k + columns, mask=there, other=0.0)
-            seen = seen.to(tl.float32)
-            same = seen[None] == own_attention[:, None]
-            open_ = there[None] & ((seen[None] > own_attention[:, None]) | (same & open_))
-        if HAS_SIZE:
-            weight = tl.load(size + image * t + k + columns, mask=there, other=0.0)
-            total = tl.maximum(own_size[:, None] + weight[None], 1e-6)
-            apart = apart * (2 * own_size[:, None] * weight[None] / total)
-            open_ = open_ & (weight[None] > 0)
-        least = tl.minimum(least, tl.min(tl.where(open_, apart, float("inf")), axis=1))
+        theirs = tl.load(
+            start + columns[:, None] * c + channels[None],
+            mask=there[:, None] & known[None], other=0.0,
+        )  # fmt: skip
+        product = tl.dot(own, tl.trans(theirs), product, input_precision="ieee")
+        own_square += tl.sum(own.to(tl.float32) * own.to(tl.float32), axis=1)
+        their_square += tl.sum(theirs.to(tl.float32) * theirs.to(tl.float32), axis=1)
+    apart = tl.maximum(own_square[:, None] + their_square[None] - 2 * product, 0.0)
+    tl.store(
+        distance + (image.to(tl.int64) * n + rows[:, None]) * n + columns[None],
+        apart, mask=inside[:, None] & there[None],
+    )  # fmt: skip
+    open_ = there[None] & (columns[None] > rows[:, None])
+    strength = tl.full((ROWS,), 1.0, tl.float32)
     if HAS_ATTENTION:
-        strength = tl.maximum(own_attention, 1e-12)
-        least = least * tl.exp(protection * tl.log(strength))
-    tl.store(harm + image * n + rows, least, mask=inside)
+        seen = tl.load(attention + image * t + k + columns, mask=there, other=0.0)
+        own_seen = tl.load(attention + image * t + k + rows, mask=inside, other=0.0)
+        same = seen[None] == own_seen[:, None]
+        open_ = there[None] & ((seen[None] > own_seen[:, None]) | (same & open_))
+        strength = tl.exp(protection * tl.log(tl.maximum(own_seen, 1e-12)))
+    if HAS_SIZE:
+        sizes = size + image * size_stride + k
+        weight = tl.load(sizes + columns, mask=there, other=0.0).to(tl.float32)
+        own_weight = tl.load(sizes + rows, mask=inside, other=1.0).to(tl.float32)
+        total = tl.maximum(own_weight[:, None] + weight[None], 1e-6)
+        apart = apart * (2 * own_weight[:, None] * weight[None] / total)
+        open_ = open_ & (weight[None] > 0)
+    least = tl.min(tl.where(open_, apart, float("inf")), axis=1) * strength
+    blocks = tl.num_programs(2)
+    tl.store(harm + (image * n + rows) * blocks + tl.program_id(2), least, mask=inside)
 
 
 @triton.jit
 def _assign_kernel(
-    distance, harm, size, leaves, assignment, t, k, num_leaving,
-    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    distance, harm, size, leaves, assignment, t, k, num_leaving, size_stride, blocks,
+    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Who leaves an image, and the place of every token after the merge."""
+    """Who leaves an image, and the place of some of its tokens after the merge."""
     image, n = tl.program_id(0), t - k
-    everyone = tl.arange(0, TOKENS)
+    everyone, parts = tl.arange(0, TOKENS), tl.arange(0, BLOCKS)
     inside = everyone < n
-    own = tl.load(harm + image * n + everyone, mask=inside, other=float("inf"))
+    own = tl.load(
+        harm + (image * n + everyone[:, None]) * blocks + parts[None],
+        mask=inside[:, None] & (parts < blocks)[None], other=float("inf"),
+    )  # fmt: skip
+    own = tl.min(own, axis=1)
     before = tl.zeros((TOKENS,), tl.int32)
     for first in range(0, n, ROWS):
         others = first + tl.arange(0, ROWS)
         there = others < n
-        theirs = tl.load(harm + image * n + others, mask=there, other=float("inf"))
+        theirs = tl.load(
+            harm + (image * n + others[:, None]) * blocks + parts[None],
+            mask=there[:, None] & (parts < blocks)[None], other=float("inf"),
+        )  # fmt: skip
+        theirs = tl.min(theirs, axis=1)
         less = theirs[None] < own[:, None]
         tie = (theirs[None] == own[:, None]) & (others[None] < everyone[:, None])
         before += tl.sum(((less | tie) & there[None]).to(tl.int32), axis=1)
     leave = (before < num_leaving) & inside
     place = k + tl.cumsum((inside & (before >= num_leaving)).to(tl.int32), axis=0) - 1
-    tl.store(leaves + image * t + k + everyone, leave.to(tl.int8), mask=inside)
-    tl.store(assignment + image * t + k + everyone, place.to(tl.int64), mask=inside & ~leave)
-    prefix = everyone < k
-    tl.store(leaves + image * t + everyone, tl.zeros((TOKENS,), tl.int8), mask=prefix)
-    tl.store(assignment + image * t + everyone, everyone.to(tl.int64), mask=prefix)
     closed = leave | ~inside
     if HAS_SIZE:
-        closed = closed | (tl.load(size + image * t + k + everyone, mask=inside, other=0.0) <= 0)
-    for first in range(0, n, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        here = rows < n
-        apart = tl.load(
-            distance + (image.to(tl.int64) * n + rows[:, None]) * n + everyone[None],
-            mask=here[:, None] & inside[None], other=float("inf"),
-        )  # fmt: skip
-        apart = tl.where(closed[None], float("inf"), apart)
-        target = tl.argmin(apart, axis=1)
-        chosen = everyone[None] == target[:, None]
-        taken = tl.sum(tl.where(chosen, place[None], 0), axis=1)
-        gone = tl.sum(
-            tl.where(everyone[None] == rows[:, None], leave.to(tl.int32)[None], 0), axis=1
-        )
-        tl.store(assignment + image * t + k + rows, taken.to(tl.int64), mask=here & (gone > 0))
+        sizes = tl.load(size + image * size_stride + k + everyone, mask=inside, other=0.0)
+        closed = closed | (sizes <= 0)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    here = rows < n
+    apart = tl.load(
+        distance + (image.to(tl.int64) * n + rows[:, None]) * n + everyone[None],
+        mask=here[:, None] & inside[None], other=float("inf"),
+    )  # fmt: skip
+    target = tl.argmin(tl.where(closed[None], float("inf"), apart), axis=1)
+    itself = everyone[None] == rows[:, None]
+    gone = tl.sum(tl.where(itself, leave.to(tl.int32)[None], 0), axis=1)
+    taken = tl.where(gone > 0, target, rows)
+    goes = tl.sum(tl.where(everyone[None] == taken[:, None], place[None], 0), axis=1)
+    tl.store(leaves + image * t + k + rows, gone.to(tl.int8), mask=here)
+    tl.store(assignment + image * t + k + rows, goes.to(tl.int64), mask=here)
+    if tl.program_id(1) == 0:
+        prefix = everyone < k
+        tl.store(leaves + image * t + everyone, tl.zeros((TOKENS,), tl.int8), mask=prefix)
+        tl.store(assignment + image * t + everyone, everyone.to(tl.int64), mask=prefix)
 
 
 @triton.jit
 def _merge_kernel(
-    tokens, weight, assignment, merged, t, p, c,
-    KEEP_NORM: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    tokens, weight, size, assignment, merged, merged_size, t, p, c, size_stride,
+    KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr,
+    PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """A block of merged tokens: one product with a mask that is made on the fly."""
+    """A block of merged tokens: one product with a mask that is made on the fly; their sizes."""
     image = tl.program_id(0)
     places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     everyone = tl.arange(0, TOKENS)
@@ -138,6 +139,14 @@ def _merge_kernel(
     goes = tl.load(assignment + image * t + everyone, mask=inside, other=-1).to(tl.int32)
     share = tl.load(weight + image * t + everyone, mask=inside, other=0.0)
     member = (goes[None] == places[:, None]) & (share[None] > 0)
+    sizes = tl.full((TOKENS,), 1.0, tl.float32)
+    if HAS_SIZE:
+        sizes = tl.load(size + image * size_stride + everyone, mask=inside, other=0.0)
+        sizes = sizes.to(tl.float32)
+    tl.store(
+        merged_size + image * p + places,
+        tl.sum(tl.where(member, sizes[None], 0.0), axis=1), mask=places < p,
+    )  # fmt: skip
     mask = tl.where(member, share[None], 0.0)
     mask = mask / tl.maximum(tl.sum(mask, axis=1), 1e-12)[:, None]
     mask = mask.to(tokens.dtype.element_ty)
@@ -173,37 +182,77 @@ def _merge_kernel(
 
 @triton.jit
 def _importance_kernel(
-    qkv, size, importance, t, heads, d, scale,
+    qkv, size, importance, t, heads, d, size_stride, scale,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The attention that every token of an image receives from the first, a mean over heads."""
-    image = tl.program_id(0)
+    """The attention that every token of an image receives from the first in one head."""
+    image, head = tl.program_id(0), tl.program_id(1)
     everyone, width = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     inside, known = everyone < t, width < d
     row = 3 * heads * d
     start = qkv + image.to(tl.int64) * t * row
-    bias = tl.where(inside, 0.0, float("-inf"))
+    query = tl.load(start + head * d + width, mask=known, other=0.0).to(tl.float32)
+    key = tl.load(
+        start + everyone[:, None] * row + (heads + head) * d + width[None],
+        mask=inside[:, None] & known[None], other=0.0,
+    )  # fmt: skip
+    scores = tl.sum(key.to(tl.float32) * query[None], axis=1) * scale
     if HAS_SIZE:
-        found = tl.load(size + image * t + everyone, mask=inside, other=1.0)
-        bias += tl.log(tl.maximum(found, 1e-10))
-    received = tl.zeros((TOKENS,), tl.float32)
-    for head in range(heads):
-        query = tl.load(start + head * d + width, mask=known, other=0.0).to(tl.float32)
-        key = tl.load(
-            start + everyone[:, None] * row + (heads + head) * d + width[None],
-            mask=inside[:, None] & known[None], other=0.0,
-        )  # fmt: skip
-        scores = tl.sum(key.to(tl.float32) * query[None], axis=1) * scale + bias
-        scores = tl.exp(scores - tl.max(scores, axis=0))
-        received += scores / tl.sum(scores, axis=0)
-    tl.store(importance + image * t + everyone, received / heads, mask=inside)
+        found = tl.load(size + image * size_stride + everyone, mask=inside, other=1.0)
+        scores += tl.log(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
+    scores = tl.where(inside, scores, float("-inf"))
+    scores = tl.exp(scores - tl.max(scores, axis=0))
+    received = scores / tl.sum(scores, axis=0)
+    tl.store(importance + (image * heads + head) * t + everyone, received, mask=inside)
+
+
+@triton.jit
+def _attention_kernel(
+    qkv, size, out, t, heads, d, size_stride, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Attention of some queries of a head, to keys that count as often as their size says."""
+    image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    width = tl.arange(0, WIDTH)
+    known, asking = width < d, rows < t
+    row = 3 * heads * d
+    start = qkv + image.to(tl.int64) * t * row + head * d
+    query = tl.load(
+        start + rows[:, None] * row + width[None], mask=asking[:, None] & known[None], other=0.0
+    )
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    answer = tl.zeros((ROWS, WIDTH), tl.float32)
+    for first in range(0, t, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        there = columns < t
+        place = start + columns[:, None] * row + width[None]
+        valid = there[:, None] & known[None]
+        key = tl.load(place + heads * d, mask=valid, other=0.0)
+        value = tl.load(place + 2 * heads * d, mask=valid, other=0.0)
+        found = tl.load(size + image * size_stride + columns, mask=there, other=1.0)
+        bias = tl.log2(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
+        scores = tl.where(there[None], scores + bias[None], float("-inf"))
+        now = tl.maximum(largest, tl.max(scores, axis=1))
+        scores = tl.exp2(scores - now[:, None])
+        before = tl.exp2(largest - now)
+        total = total * before + tl.sum(scores, axis=1)
+        answer = answer * before[:, None]
+        answer = tl.dot(scores.to(value.dtype), value, answer, input_precision="ieee")
+        largest = now
+    answer = answer / total[:, None]
+    tl.store(
+        out + (image.to(tl.int64) * t + rows[:, None]) * heads * d + head * d + width[None],
+        answer.to(out.dtype.element_ty), mask=asking[:, None] & known[None],
+    )  # fmt: skip
 
 
 def assign(
     tokens: Tensor,
     size: Tensor | None,
     attention: Tensor | None,
-    *,
     num_leaving: int,
     num_prefix: int,
     protection: float,
@@ -212,50 +261,82 @@ def assign(
     b, t, c = tokens.shape
     n, device = t - num_prefix, tokens.device
     tokens = tokens.contiguous()
+    rows, columns, channels = (32, 64, 128) if b < 16 else (64, 64, 64)
+    blocks = triton.cdiv(n, columns)
     distance = torch.empty(b, n, n, device=device)
-    harm = torch.empty(b, n, device=device)
+    harm = torch.empty(b, n, blocks, device=device)
     leaves = torch.empty(b, t, device=device, dtype=torch.int8)
     assignment = torch.empty(b, t, device=device, dtype=torch.int64)
-    rows, columns, channels = 32, 64, 64
-    nothing = harm
-    size_ = nothing if size is None else size.float().expand(b, t).contiguous()
-    attention_ = nothing if attention is None else attention.contiguous()
-    _harm_kernel[b, triton.cdiv(n, rows)](
-        tokens, size_, attention_, distance, harm, t, num_prefix, c, protection,
+    size_, stride = _sizes(size, harm)
+    attention_ = harm if attention is None else attention.float().contiguous()
+    _harm_kernel[b, triton.cdiv(n, rows), blocks](
+        tokens, size_, attention_, distance, harm, t, num_prefix, c, stride, protection,
         HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
-        ROWS=rows, COLUMNS=columns, CHANNELS=channels, num_warps=4,
+        ROWS=rows, COLUMNS=columns, CHANNELS=min(channels, triton.next_power_of_2(c)), num_warps=4,
     )  # fmt: skip
-    _assign_kernel[(b,)](
-        distance, harm, size_, leaves, assignment, t, num_prefix, num_leaving,
-        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), ROWS=16, num_warps=8,
+    some = 16
+    _assign_kernel[b, triton.cdiv(n, some)](
+        distance, harm, size_, leaves, assignment, t, num_prefix, num_leaving, stride, blocks,
+        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t),
+        BLOCKS=triton.next_power_of_2(blocks), ROWS=some, num_warps=4,
     )  # fmt: skip
-    return leaves.bool(), assignment
+    return leaves, assignment
 
 
 def merge_groups(
-    tokens: Tensor, weight: Tensor, assignment: Tensor, num_places: int, *, keep_norm: bool
-) -> Tensor:
-    """`MatchedMerge.__call__`: weighted means, of the largest norm of their group if asked for."""
+    tokens: Tensor,
+    weight: Tensor,
+    size: Tensor | None,
+    assignment: Tensor,
+    num_places: int,
+    keep_norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """Weighted means, of the largest norm of their group if asked for, and how large they are."""
     b, t, c = tokens.shape
     tokens = tokens.contiguous()
     merged = tokens.new_empty(b, num_places, c)
-    places = 64
+    merged_size = torch.empty(b, num_places, device=tokens.device)
+    size_, stride = _sizes(size, merged_size)
+    places = 16 if b < 16 else 64
     _merge_kernel[b, triton.cdiv(num_places, places)](
-        tokens, weight.float().expand(b, t).contiguous(), assignment, merged, t, num_places, c,
-        KEEP_NORM=keep_norm, PLACES=places, TOKENS=triton.next_power_of_2(t), CHANNELS=32,
+        tokens, weight.float().expand(b, t).contiguous(), size_, assignment, merged, merged_size,
+        t, num_places, c, stride, KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
+        PLACES=places, TOKENS=triton.next_power_of_2(t), CHANNELS=64 if b < 16 else 32,
         num_warps=8,
     )  # fmt: skip
-    return merged
+    return merged, merged_size
 
 
-def importance(qkv: Tensor, size: Tensor | None, *, num_heads: int, scale: float) -> Tensor:
-    """Attention received from the class token, from the output of a `qkv` projection."""
+def importance(qkv: Tensor, size: Tensor | None, num_heads: int, scale: float) -> Tensor:
+    """Attention received from the first token, from the output of a `qkv` projection."""
     b, t, width = qkv.shape
     d = width // (3 * num_heads)
-    found = torch.empty(b, t, device=qkv.device)
-    _importance_kernel[(b,)](
-        qkv.contiguous(), found if size is None else size.float().expand(b, t).contiguous(),
-        found, t, num_heads, d, scale, HAS_SIZE=size is not None,
-        TOKENS=triton.next_power_of_2(t), WIDTH=triton.next_power_of_2(d), num_warps=8,
+    found = torch.empty(b, num_heads, t, device=qkv.device)
+    size_, stride = _sizes(size, found)
+    _importance_kernel[b, num_heads](
+        qkv.contiguous(), size_, found, t, num_heads, d, stride, scale, HAS_SIZE=size is not None,
+        TOKENS=triton.next_power_of_2(t), WIDTH=triton.next_power_of_2(d), num_warps=4,
     )  # fmt: skip
-    return found
+    return found.mean(dim=1)
+
+
+def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor:
+    """Proportional attention, from the output of a `qkv` projection to the input of `proj`."""
+    b, t, width = qkv.shape
+    d = width // (3 * num_heads)
+    out = qkv.new_empty(b, t, num_heads * d)
+    size_, stride = _sizes(size, size)
+    rows = 128 if t > 64 and b >= 16 else 64
+    _attention_kernel[triton.cdiv(t, rows), b * num_heads](
+        qkv.contiguous(), size_, out, t, num_heads, d, stride, scale,
+        ROWS=rows, COLUMNS=64, WIDTH=max(16, triton.next_power_of_2(d)), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _sizes(size: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:
+    """Sizes, and the step from one image to the next: none where all share them."""
+    if size is None:
+        return nothing, 0
+    size = size.contiguous()
+    return size, 0 if size.shape[0] == 1 else size.shape[1]

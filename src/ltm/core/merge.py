@@ -57,6 +57,14 @@ class Merge(ABC):
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         """How many original patches each merged token stands for, given the sizes before."""
 
+    def apply(
+        self, x: Float[Tensor, "b kn c"], size: Float[Tensor, "_ kn"] | None
+    ) -> tuple[Float[Tensor, "b kp c"], Float[Tensor, "_ kp"]]:
+        """The merged tokens and their sizes; None means that all sizes before are one."""
+        if size is None:
+            size = x.new_ones(1, x.shape[1], dtype=torch.float32)
+        return self(x), self.sizes(size)
+
 
 def _row_normalise(mask: Tensor) -> Tensor:
     return mask / mask.sum(-1, keepdim=True).clamp_min(_TINY)

@@ -40,11 +40,6 @@ def constant_number(strength: float, num_in: int, num_sites: int) -> list[int]:
     return [max(1, num_in - int(per_site * site)) for site in range(1, num_sites + 1)]
 
 
-def constant_rate(strength: float, num_in: int, num_sites: int) -> list[int]:
-    """The paper's schedule: every site keeps the same share of its tokens."""
-    return [max(1, math.ceil(num_in * (1 - strength) ** k)) for k in range(1, num_sites + 1)]
-
-
 def weighted_rate(strength: float, num_in: int, leaving: Sequence[float]) -> list[int]:
     """A depth profile: each site gives up its own share of its tokens.
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ltm.core.schedule import constant_rate, weighted_rate
+from ltm.core.schedule import weighted_rate
 from ltm.methods.base import Merger, MethodConfig, Site
 from ltm.methods.ltm.learned import LearnedMerger
 from ltm.methods.ltm.matching import OPERATORS, MatchingMerger, Operator, UnimportantMerger
@@ -134,14 +134,12 @@ class LTM(MethodConfig):
         return UnimportantMerger(site, self) if unimportant else MatchingMerger(site, self)
 
     def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
-        if self.support_on(grid=False) == "learned" or self.ratio is None:
+        if self.ratio is None:
             return tuple(range(num_blocks))
         depths = PROFILE_DEPTH if self.ratio >= FEW_SITES_DOWN_TO else MANY_DEPTH
         return tuple(sorted({round(depth * num_blocks) for depth in depths}))
 
     def spread(self, strength: float, num_in: int, sites: tuple[int, ...], depth: int) -> list[int]:
-        if self.support_on(grid=False) == "learned":
-            return constant_rate(strength, num_in, len(sites))
         idle = {site for site in sites if self.operator_at(site) == "none"}
         even = (PROFILE_DOWN_TO - (self.ratio or 1.0)) / (PROFILE_DOWN_TO - EQUAL_FROM)
         even = min(max(even, 0.0), 1.0)

@@ -63,7 +63,7 @@ class MatchingMerger(LTMMerger):
     ) -> MatchedMerge:
         """The tokens that leave join, or are dropped; all others keep their order."""
         prune, keep_norm = self.operator.startswith("prune"), self.operator == "norm"
-        if self.config.matching == "free" and fused.takes(tokens):
+        if self.config.matching == "free" and fused.takes_match(tokens, weight):
             return self._fused(tokens, hints, weight, prune, keep_norm)
         match = self.match(tokens, hints)
         return merge_in_order(match, weight, prune=prune, keep_norm=keep_norm)
@@ -73,17 +73,12 @@ class MatchingMerger(LTMMerger):
     ) -> MatchedMerge:
         k = self.site.num_prefix
         num_leaving = tokens.shape[1] - k - hints.num_out
-        leaves, assignment = fused.kernels().assign(
-            tokens,
-            hints.size,
-            hints.importance,
-            num_leaving=num_leaving,
-            num_prefix=k,
-            protection=self.protection,
+        leaves, assignment = fused.assign(
+            tokens, hints.size, hints.importance, num_leaving, k, self.protection
         )
         return MatchedMerge(
             assignment=assignment,
-            weight=weight * ~leaves if prune else weight,
+            weight=weight * (leaves == 0) if prune else weight,
             num_places=k + hints.num_out,
             keep_norm=keep_norm,
             num_prefix=k,
