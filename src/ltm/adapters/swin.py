@@ -33,7 +33,7 @@ from ltm.adapters.state import Tokens, TokenState
 from ltm.adapters.taps import tap_, untap_
 from ltm.adapters.vit import attention_hints
 from ltm.adapters.windows import WindowMerge, Windows
-from ltm.core.schedule import Grid
+from ltm.core.schedule import Grid, halve
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 
@@ -136,8 +136,10 @@ class SwinAdapter(Adapter):
     ) -> None:
         blocks = [block for _, block in swin_blocks(model)]
         starts = starts_of([block.dim for block in blocks], config)
-        for block, slot in zip(blocks, make_slots(config, sites, state, starts), strict=True):
-            _convert_block_(block, config, slot)
+        slots = make_slots(config, sites, state, starts)
+        grids = _merged_grids(blocks, slots) if config.keeps_grid() else [None] * len(blocks)
+        for block, slot, grid in zip(blocks, slots, grids, strict=True):
+            _convert_block_(block, config, slot, grid)
         convert_model_(model, state, _CLASSES)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -159,12 +161,26 @@ class SwinAdapter(Adapter):
                 _set_windows_(block, windows)
 
 
-def _convert_block_(block: Any, config: MethodConfig, slot: Slot) -> None:
+def _merged_grids(
+    blocks: Sequence[SwinTransformerBlock], slots: Sequence[Slot]
+) -> list[Grid | None]:
+    """The map that enters each block, from the first site on; None where it is the host's own."""
+    grids: list[Grid | None] = []
+    grid, width = None, blocks[0].dim
+    for block, slot in zip(blocks, slots, strict=True):
+        grid = halve(grid) if grid is not None and block.dim != width else grid
+        width, site = block.dim, slot.site
+        grid = grid if site is None else site.grid_in
+        grids.append(grid)
+        grid = grid if site is None else site.grid_out
+    return grids
+
+
+def _convert_block_(block: Any, config: MethodConfig, slot: Slot, grid: Grid | None) -> None:
     attach_merger_(block, config, slot.site)
-    site = slot.site
     window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
-    if site is not None and site.grid_in is not None and config.keeps_grid():
-        window, shift = _fit_window_(block, site.grid_in, slot)
+    if grid is not None:
+        window, shift = _fit_window_(block, grid, slot)
     block.slot, block.window, block.shift = slot, window, shift
     if block.merger is not None and block.merger.needs:
         tap_(block.attn.qkv, slot.state, ("qkv", slot.index))
@@ -172,11 +188,15 @@ def _convert_block_(block: Any, config: MethodConfig, slot: Slot) -> None:
 
 
 def _fit_window_(block: Any, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
-    """A map smaller than the window is one window: the bias table stays and is indexed anew."""
+    """As few windows as the host's would be, of even sides, so that little has to be padded.
+
+    The bias table stays and is indexed anew.
+    """
     host = cast("Grid", tuple(block.window_size))
-    window = (min(host[0], grid[0]), min(host[1], grid[1]))
+    window = (_even_side(grid[0], host[0]), _even_side(grid[1], host[1]))
     shift = tuple(
-        0 if g <= w else s for g, w, s in zip(grid, window, block.shift_size, strict=True)
+        0 if g <= w else min(s, w // 2)
+        for g, w, s in zip(grid, window, block.shift_size, strict=True)
     )
     attn = block.attn
     if window != host:
@@ -189,6 +209,11 @@ def _fit_window_(block: Any, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
             attn.relative_position_index.device
         )
     return window, cast("Grid", shift)
+
+
+def _even_side(length: int, most: int) -> int:
+    """The side of windows that cover a length with the least overhang, no more than needed."""
+    return -(-length // -(-length // most))
 
 
 def _relative_index(window: Grid, host: Grid) -> Tensor:
