@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ class Study:
             "original": self._ssdlite(train, side, None),
             "ltm": self._ssdlite(train, side, merging),
             "ltm_as_is": self._ssdlite(train, side, merging, restore=False),
+            "ltm_matching": self._ssdlite(train, side, replace(merging, support="matching")),
         }
         recipe = Recipe(self.options.lr or 2e-3, self.options.batch or 64, flips=True)
         self._compare(configs, train, val, recipe, masks=False, seconds=80)
@@ -116,9 +118,12 @@ class Study:
     def shapes_mask_rcnn(self) -> None:
         side = self.options.side or 256
         train, val = self._shapes()
+        merging = LTM(ratio=self.options.ratio)
+        matching = replace(merging, support="matching")
         configs: dict[str, DetectorConfig] = {
             "original": self._mask_rcnn(train, side, None, side),
-            "ltm": self._mask_rcnn(train, side, LTM(ratio=self.options.ratio), side),
+            "ltm": self._mask_rcnn(train, side, merging, side),
+            "ltm_matching": self._mask_rcnn(train, side, matching, side),
         }
         recipe = Recipe(self.options.lr or 1e-3, self.options.batch or 16, flips=True)
         self._compare(configs, train, val, recipe, masks=True, seconds=80)
@@ -267,7 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--coco", help="a .zip of images and instances.json")
     parser.add_argument("--ratio", type=float, default=0.7, help="share of the backbone's MACs")
-    parser.add_argument("--variants", nargs="+", help="shapes: original, ltm, ltm_as_is")
+    parser.add_argument("--variants", nargs="+", help="shapes: which of its rows")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="shapes: one run each")
     parser.add_argument("--seconds", type=float, help="training time of a run (180, 270, 80, 80)")
     parser.add_argument("--steps", type=int, help="training steps of a run, instead of seconds")

@@ -34,11 +34,17 @@ def count_macs(meta_model: nn.Module, images: Tensor) -> int:
     return counter.get_total_flops() // 2
 
 
-@torch.no_grad()
-def run_on_meta(meta_model: nn.Module, images: Tensor) -> None:
+def run_on_meta(meta_model: nn.Module, inputs: Any) -> Any:
     """A forward for its shapes alone, in evaluation mode."""
-    with evaluating(meta_model), patch.object(torch, "autocast", _autocast):
-        meta_model(images)
+    with running_on_meta(meta_model):
+        return meta_model(inputs)
+
+
+@contextmanager
+def running_on_meta(meta_model: nn.Module) -> Generator[None, None, None]:
+    """Whatever is called of the model inside is called for its shapes alone."""
+    with evaluating(meta_model), patch.object(torch, "autocast", _autocast), torch.no_grad():
+        yield
 
 
 def _autocast(device_type: str, *args: Any, **options: Any) -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltm.core.cost import evaluating, meta_copy, meta_images
+from ltm.core.cost import meta_copy, meta_images, run_on_meta
 from ltm.tasks.detection import SSDLite
 from ltm.tasks.pyramid import Size
 from ltm.tasks.segmentation import MaskRCNN, padded
@@ -58,9 +58,8 @@ def _parts(model: nn.Module) -> tuple[Size, dict[str, int], str]:
 @_parts.register
 def _ssdlite(model: SSDLite) -> tuple[Size, dict[str, int], str]:
     shadow: Any = meta_copy(model)
-    with evaluating(shadow), torch.no_grad():
-        backbone, maps = _counted(shadow.backbone, meta_images(model.image_size))
-        head, _ = _counted(shadow.head, list(maps.values()))
+    backbone, maps = _counted(shadow.backbone, meta_images(model.image_size))
+    head, _ = _counted(shadow.head, list(maps.values()))
     return model.image_size, {"backbone": backbone, "head": head}, "suppression not counted"
 
 
@@ -69,14 +68,13 @@ def _mask_rcnn(model: MaskRCNN) -> tuple[Size, dict[str, int], str]:
     size = (padded(model.image_size[0]), padded(model.image_size[1]))
     shadow: Any = meta_copy(model)
     heads = shadow.roi_heads
-    with evaluating(shadow), torch.no_grad():
-        backbone, maps = _counted(shadow.backbone, meta_images(size))
-        rpn, _ = _counted(shadow.rpn.head, list(maps.values()))
-        width, device = shadow.backbone.out_channels, "meta"
-        regions = torch.empty(PROPOSALS, width, 7, 7, device=device)
-        box, _ = _counted(nn.Sequential(heads.box_head, heads.box_predictor), regions)
-        regions = torch.empty(DETECTIONS, width, 14, 14, device=device)
-        mask, _ = _counted(nn.Sequential(heads.mask_head, heads.mask_predictor), regions)
+    backbone, maps = _counted(shadow.backbone, meta_images(size))
+    rpn, _ = _counted(shadow.rpn.head, list(maps.values()))
+    width, device = shadow.backbone.out_channels, "meta"
+    regions = torch.empty(PROPOSALS, width, 7, 7, device=device)
+    box, _ = _counted(nn.Sequential(heads.box_head, heads.box_predictor), regions)
+    regions = torch.empty(DETECTIONS, width, 14, 14, device=device)
+    mask, _ = _counted(nn.Sequential(heads.mask_head, heads.mask_predictor), regions)
     parts = {"backbone": backbone, "proposals": rpn, "boxes": box, "masks": mask}
     note = f"{PROPOSALS} proposals, {DETECTIONS} masks; pooling and suppression not counted"
     return size, parts, note
@@ -84,5 +82,5 @@ def _mask_rcnn(model: MaskRCNN) -> tuple[Size, dict[str, int], str]:
 
 def _counted(module: nn.Module, inputs: Any) -> tuple[int, Any]:
     with FlopCounterMode(display=False) as counter:
-        out = module(inputs)
+        out = run_on_meta(module, inputs)
     return counter.get_total_flops() // 2, out

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import timm
-import torch
 import torch.nn.functional as F
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models._features import FeatureGetterNet, FeatureListNet
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from ltm.adapters.grids import MergingGridModel
 from ltm.api import image_size_of, is_merging, load, merge_tokens_
-from ltm.core.cost import evaluating, meta_copy, meta_images
+from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.methods.base import MethodConfig
 from ltm.tasks.necks import simple_neck
 
@@ -228,7 +227,7 @@ def _drop_unused_(network: nn.Module) -> None:
     for name, child in shadow.named_children():
         for module in child.modules():
             module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-    with evaluating(shadow), torch.no_grad():
+    with running_on_meta(shadow):
         images = meta_images(image_size_of(network))
         cast("Any", shadow).forward_intermediates(images, intermediates_only=True)
     for name, child in list(network.named_children()):
