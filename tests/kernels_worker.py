@@ -62,15 +62,17 @@ def compare(num_prefix=1, channels=24, sized=False, attended=False, padded=False
     )
     weight = torch.ones(shape, device=DEVICE) if size is None else size
     merge = merge_in_order(match, weight, keep_norm=True)
-    leaves, assignment = kernels.assign(
+    assignment, stays, leaves = kernels.assign(
         tokens, size, attention, num_leaving=num_leaving, num_prefix=num_prefix, protection=1.0
     )
-    found = {"leaves": bool((leaves.bool() == match.leaves).all())}
+    gone = torch.zeros_like(match.leaves).scatter(1, leaves.long(), True)
+    kept = torch.ones_like(match.leaves).scatter(1, stays.long(), False)
+    found = {"leaves": bool((gone == match.leaves).all() and (kept == match.leaves).all())}
     found["assignment"] = bool((assignment == merge.assignment).all())
     for keep_norm in (True, False):
         expected, sizes = replace(merge, keep_norm=keep_norm).apply(tokens, size)
         merged, merged_size = kernels.merge_groups(
-            tokens, weight, size, merge.assignment, merge.num_places, keep_norm=keep_norm
+            tokens, weight, size, assignment, stays, leaves, keep_norm=keep_norm
         )
         found[f"merged {keep_norm}"] = float((merged - expected).abs().max())
         found["sizes"] = float((merged_size - sizes).abs().max())
@@ -108,7 +110,8 @@ def whole(config, dtype):
         outputs = model.to(dtype)(images.to(dtype)).float()
     finally:
         fused.enable(False)
-    return float((outputs - expected).norm() / expected.norm())
+    plain = model.to(dtype)(images.to(dtype)).float()
+    return [float((y - expected).norm() / expected.norm()) for y in (outputs, plain)]
 
 
 def main():

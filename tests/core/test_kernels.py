@@ -48,8 +48,11 @@ def test_attention_and_importance_agree(found):
 
 def test_networks_agree(found):
     assert set(found["models"]) == {"default", "static", "informative", "operators", "unimportant"}
-    assert max(found["models"].values()) < 1e-5
-    assert max(found.get("half", {"": 0.0}).values()) < 1e-2
+    for name, (difference, _) in found["models"].items():
+        assert difference < 1e-5, name
+    for name, (difference, plain) in found.get("half", {}).items():
+        # Rounding alone can change who leaves: then the plain path differs as much.
+        assert difference < max(1e-2, 1.5 * plain), name
 
 
 def test_they_are_for_inference_on_a_gpu():

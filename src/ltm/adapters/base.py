@@ -55,6 +55,8 @@ class Layout:
     """The grid at the first block of a grid network; None for sequences."""
     multiple: int = 1
     """Sides that suit the network's attention windows are multiples of this."""
+    sites: tuple[int, ...] | None = None
+    """The blocks that merge, unless a config says so, where a grid is kept; None: all of them."""
 
     @property
     def stage_sizes(self) -> tuple[int, ...]:

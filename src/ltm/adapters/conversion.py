@@ -69,7 +69,7 @@ class Resizable(nn.Module):
 
     def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
         """Timm's own; class statistics of the old classes are forgotten."""
-        cast("Any", super()).reset_classifier(num_classes, *args, **options)
+        super().reset_classifier(num_classes, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         for merger in mergers_of(self).values():
             merger.reset_classes_(num_classes)
         conversion = getattr(self, ATTRIBUTE, None)

@@ -70,7 +70,7 @@ class MergingGridModel(Resizable):
     ) -> Any:
         """Timm's own, with every map resampled to the size that its stride promises."""
         info = cast("Any", self).feature_info
-        out = cast("Any", super()).forward_intermediates(x, indices, **options)
+        out = super().forward_intermediates(x, indices, **options)  # pyright: ignore[reportAttributeAccessIssue]
         taken, _ = feature_take_indices(len(info), indices)
         reductions = [info[index]["reduction"] for index in taken]
         image = (x.shape[-2], x.shape[-1])

@@ -23,7 +23,6 @@ from ltm.adapters.base import (
     Layout,
     MergingMixin,
     Run,
-    attention_bias,
     become_,
     make_slots,
     observed_shapes,
@@ -31,7 +30,12 @@ from ltm.adapters.base import (
 )
 from ltm.adapters.grids import POOL, MergingGridModel, convert_model_, revert_model_
 from ltm.adapters.state import Tokens, TokenState
-from ltm.adapters.vit import attention_hints, convert_block_, revert_block_
+from ltm.adapters.vit import (
+    attention_hints,
+    convert_block_,
+    proportional_attention,
+    revert_block_,
+)
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -74,8 +78,11 @@ class MergingLayer(MergingMixin, HostBlock):
         size = tokens.size
         if size is not None and size.shape[0] > 1:
             size = size.repeat_interleave(self.area, dim=0)
-        bias = attention_bias(size, x.dtype) if self.slot.proportional else None
-        attended = self.attn(self.norm1(x), attn_mask=attn_mask if bias is None else bias)
+        attended = (
+            self.attn(self.norm1(x), attn_mask=attn_mask)
+            if size is None or not self.slot.proportional
+            else proportional_attention(self.attn, self.norm1(x), size)
+        )
         z = x + self.drop_path1(self.ls1(attended))
         z = self.merge_pixels(z, tokens, size)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))

@@ -98,9 +98,10 @@ class Planner:
     def _chosen_blocks(self) -> tuple[int, ...]:
         num_blocks = len(self.layout.blocks)
         if self.config.sites is None:
-            if self.layout.entry is not None:
-                return tuple(range(num_blocks))
-            return self.config.choose_sites(num_blocks)
+            if self.layout.entry is None:
+                return self.config.choose_sites(num_blocks)
+            few = self.layout.sites if self.keeps_grid and self.config.ratio is not None else None
+            return tuple(range(num_blocks)) if few is None else few
         outside = [site for site in self.config.sites if not 0 <= site < num_blocks]
         if outside:
             raise ValueError(

@@ -129,7 +129,9 @@ class SwinAdapter(Adapter):
         )
         multiple = max(found[0][1].window_size)
         classes = int(getattr(model, "num_classes", 0) or 0)
-        return Layout(blocks, 0, classes, runs, grids[0], multiple)
+        # Traffic decides the speed, and most of it is in the first stages: merge where they begin.
+        sites = tuple(stages.index(stage) for stage in sorted(set(stages))[:-1])
+        return Layout(blocks, 0, classes, runs, grids[0], multiple, sites)
 
     def convert_(
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState

@@ -125,7 +125,7 @@ class MergingModel(Resizable):
         kind = host.global_pool if pool_type is None else pool_type
         size = self._final().size
         if kind not in ("avg", "avgmax") or size is None or size.shape[1] != x.shape[1]:
-            return cast("Any", super()).pool(x, pool_type)
+            return super().pool(x, pool_type)  # pyright: ignore[reportAttributeAccessIssue]
         k = 0 if host.pool_include_prefix else host.num_prefix_tokens
         share = size[:, k:] / size[:, k:].sum(dim=1, keepdim=True)
         mean = (x[:, k:] * share[..., None].to(x.dtype)).sum(dim=1)
@@ -138,7 +138,9 @@ class MergingModel(Resizable):
         host = cast("VisionTransformer", self)
         as_map = options.pop("output_fmt", "NCHW") == "NCHW"
         grid = host.patch_embed.dynamic_feat_size(x.shape[-2:])
-        out = cast("Any", super()).forward_intermediates(x, indices, output_fmt="NLC", **options)
+        out = super().forward_intermediates(  # pyright: ignore[reportAttributeAccessIssue]
+            x, indices, output_fmt="NLC", **options
+        )
         taken, _ = feature_take_indices(len(host.blocks), indices)
 
         def restore(block: int, y: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ They are for inference: wherever there is an NVIDIA GPU and Triton, unless `LTM_
 environment. Their results are those of the plain torch path, which does the work everywhere else.
 As operators they can be captured by CUDA graphs and compiled with the network around them.
 
-Letters: b images, t tokens with their prefix, p tokens that stay, c channels, h heads, d channels
-of a head.
+Letters: b images, t tokens with their prefix, p tokens that stay, r tokens that leave, c channels,
+h heads, d channels of a head.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -61,7 +61,7 @@ def _kernels() -> Any:
     "ltm::assign",
     mutates_args=(),
     schema="(Tensor tokens, Tensor? size, Tensor? attention, int num_leaving, int num_prefix, "
-    "float protection) -> (Tensor, Tensor)",
+    "float protection) -> (Tensor, Tensor, Tensor)",
 )
 def assign(
     tokens: Tensor,
@@ -70,42 +70,48 @@ def assign(
     num_leaving: int,
     num_prefix: int,
     protection: float,
-) -> tuple[Tensor, Tensor]:
-    """Whether each token leaves (0 or 1), and its place after the merge, both `b t`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The place of each token after the merge, `b t`; who stays, `b p`; who leaves, `b r`."""
     return _kernels().assign(tokens, size, attention, num_leaving, num_prefix, protection)
 
 
 @assign.register_fake
-def _(tokens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = tokens.shape[:2]
-    return tokens.new_empty(shape, dtype=torch.int8), tokens.new_empty(shape, dtype=torch.int64)
+def _(
+    tokens: Tensor, _size: Any, _attention: Any, num_leaving: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, t = tokens.shape[:2]
+    return (
+        tokens.new_empty(b, t, dtype=torch.int64),
+        tokens.new_empty(b, t - num_leaving, dtype=torch.int32),
+        tokens.new_empty(b, num_leaving, dtype=torch.int32),
+    )
 
 
 @torch.library.custom_op(
     "ltm::merge_groups",
     mutates_args=(),
-    schema="(Tensor tokens, Tensor weight, Tensor? size, Tensor assignment, int num_places, "
-    "bool keep_norm) -> (Tensor, Tensor)",
+    schema="(Tensor tokens, Tensor weight, Tensor? size, Tensor assignment, Tensor stays, "
+    "Tensor leaves, bool keep_norm) -> (Tensor, Tensor)",
 )
 def merge_groups(
     tokens: Tensor,
     weight: Tensor,
     size: Tensor | None,
     assignment: Tensor,
-    num_places: int,
+    stays: Tensor,
+    leaves: Tensor,
     keep_norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """Weighted means of groups, `b p c`, and the sums of their sizes, `b p`."""
-    return _kernels().merge_groups(tokens, weight, size, assignment, num_places, keep_norm)
+    return _kernels().merge_groups(tokens, weight, size, assignment, stays, leaves, keep_norm)
 
 
 @merge_groups.register_fake
 def _(
-    tokens: Tensor, _weight: Any, _size: Any, _assignment: Any, num_places: int, _norm: bool
+    tokens: Tensor, _weight: Any, _size: Any, _assignment: Any, stays: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    b, _, c = tokens.shape
-    merged = tokens.new_empty(b, num_places, c)
-    return merged, tokens.new_empty(b, num_places, dtype=torch.float32)
+    merged = tokens.new_empty(*stays.shape, tokens.shape[2])
+    return merged, tokens.new_empty(stays.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -137,3 +143,42 @@ def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor
 def _(qkv: Tensor, *_: Any) -> Tensor:
     b, t, width = qkv.shape
     return qkv.new_empty(b, t, width // 3)
+
+
+@torch.library.custom_op(
+    "ltm::pool", mutates_args=(), schema="(Tensor tokens, Tensor? size, int num_prefix) -> Tensor"
+)
+def pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
+    """The mean patch of every image by size, `b t c -> b c`."""
+    return _kernels().pool(tokens, size, num_prefix)
+
+
+@pool.register_fake
+def _(tokens: Tensor, *_: Any) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], tokens.shape[2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "ltm::inform",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor gradient, Tensor? size, Tensor? carry, Tensor? gain, float eta, "
+    "int num_prefix) -> (Tensor, Tensor)",
+)
+def inform(
+    tokens: Tensor,
+    gradient: Tensor,
+    size: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    eta: float,
+    num_prefix: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits of patches, one step down the gradient, `b n`; weights of all tokens, `b t`."""
+    return _kernels().inform(tokens, gradient, size, carry, gain, eta, num_prefix)
+
+
+@inform.register_fake
+def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    b, t = tokens.shape[:2]
+    logits = tokens.new_empty(b, t - arguments[-1], dtype=torch.float32)
+    return logits, tokens.new_empty(b, t, dtype=torch.float32)

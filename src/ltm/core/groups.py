@@ -33,6 +33,8 @@ class MatchedMerge(Merge):
     """Tokens after the merge, prefix included."""
     keep_norm: bool = False
     """Give each merged token the largest norm of its group (averaging shrinks norms)."""
+    order: tuple[Int[Tensor, "b kp"], Int[Tensor, "b r"]] | None = None
+    """Who stays and who leaves, where a kernel has told: then another one does the merge."""
 
     @property
     def num_in(self) -> int:
@@ -58,8 +60,8 @@ class MatchedMerge(Merge):
         return self._add(x * self.weight[..., None].to(x.dtype)) / self._total().to(x.dtype)
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        if fused.takes_match(x, self.weight):
-            return self._fused(x, None)[0]
+        if self.order is not None and fused.takes(x, self.weight):
+            return self._fused(x, None, self.order)[0]
         if not self.keep_norm:
             return self.average(x)
         # The length is replaced anyway, so there is no need to divide by the total first.
@@ -72,14 +74,14 @@ class MatchedMerge(Merge):
     def apply(
         self, x: Float[Tensor, "b kn c"], size: Float[Tensor, "_ kn"] | None
     ) -> tuple[Float[Tensor, "b kp c"], Float[Tensor, "_ kp"]]:
-        if fused.takes_match(x, self.weight):
-            return self._fused(x, size)
+        if self.order is not None and fused.takes(x, self.weight):
+            return self._fused(x, size, self.order)
         return super().apply(x, size)
 
-    def _fused(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor]:
-        return fused.merge_groups(
-            x, self.weight, size, self.assignment, self.num_places, self.keep_norm
-        )
+    def _fused(
+        self, x: Tensor, size: Tensor | None, order: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return fused.merge_groups(x, self.weight, size, self.assignment, *order, self.keep_norm)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return y.gather(1, self.assignment[..., None].expand(-1, -1, y.shape[-1]))

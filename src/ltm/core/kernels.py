@@ -18,6 +18,8 @@ from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_SIZE = tl.constexpr(1e-10)
+FEW_IMAGES = 16
+"""Batches below this leave most of a GPU idle: smaller programs finish earlier."""
 
 
 @triton.jit
@@ -76,10 +78,10 @@ def _harm_kernel(
 
 @triton.jit
 def _assign_kernel(
-    distance, harm, size, leaves, assignment, t, k, num_leaving, size_stride, blocks,
+    distance, harm, size, assignment, stays, leaves, t, k, num_leaving, size_stride, blocks,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Who leaves an image, and the place of some of its tokens after the merge."""
+    """Who leaves an image, in what order, and the place of some of its tokens after the merge."""
     image, n = tl.program_id(0), t - k
     everyone, parts = tl.arange(0, TOKENS), tl.arange(0, BLOCKS)
     inside = everyone < n
@@ -114,70 +116,79 @@ def _assign_kernel(
     )  # fmt: skip
     target = tl.argmin(tl.where(closed[None], float("inf"), apart), axis=1)
     itself = everyone[None] == rows[:, None]
-    gone = tl.sum(tl.where(itself, leave.to(tl.int32)[None], 0), axis=1)
-    taken = tl.where(gone > 0, target, rows)
+    gone = tl.sum(tl.where(itself, leave.to(tl.int32)[None], 0), axis=1) > 0
+    taken = tl.where(gone, target, rows)
     goes = tl.sum(tl.where(everyone[None] == taken[:, None], place[None], 0), axis=1)
-    tl.store(leaves + image * t + k + rows, gone.to(tl.int8), mask=here)
+    turn = tl.sum(tl.where(itself, before[None], 0), axis=1)
     tl.store(assignment + image * t + k + rows, goes.to(tl.int64), mask=here)
+    tl.store(leaves + image * num_leaving + turn, k + rows, mask=here & gone)
+    tl.store(stays + image * (t - num_leaving) + goes, k + rows, mask=here & (gone == 0))
     if tl.program_id(1) == 0:
         prefix = everyone < k
-        tl.store(leaves + image * t + everyone, tl.zeros((TOKENS,), tl.int8), mask=prefix)
         tl.store(assignment + image * t + everyone, everyone.to(tl.int64), mask=prefix)
+        tl.store(stays + image * (t - num_leaving) + everyone, everyone, mask=prefix)
 
 
 @triton.jit
 def _merge_kernel(
-    tokens, weight, size, assignment, merged, merged_size, t, p, c, size_stride,
+    tokens, weight, size, assignment, stays, leaves, merged, merged_size, t, p, r, c, size_stride,
     KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr,
-    PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    PLACES: tl.constexpr, LEAVING: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """A block of merged tokens: one product with a mask that is made on the fly; their sizes."""
+    """Some merged tokens and their sizes: of those that leave, only who comes here is read."""
     image = tl.program_id(0)
     places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
-    everyone = tl.arange(0, TOKENS)
-    inside = everyone < t
-    goes = tl.load(assignment + image * t + everyone, mask=inside, other=-1).to(tl.int32)
-    share = tl.load(weight + image * t + everyone, mask=inside, other=0.0)
-    member = (goes[None] == places[:, None]) & (share[None] > 0)
-    sizes = tl.full((TOKENS,), 1.0, tl.float32)
-    if HAS_SIZE:
-        sizes = tl.load(size + image * size_stride + everyone, mask=inside, other=0.0)
-        sizes = sizes.to(tl.float32)
-    tl.store(
-        merged_size + image * p + places,
-        tl.sum(tl.where(member, sizes[None], 0.0), axis=1), mask=places < p,
-    )  # fmt: skip
-    mask = tl.where(member, share[None], 0.0)
-    mask = mask / tl.maximum(tl.sum(mask, axis=1), 1e-12)[:, None]
-    mask = mask.to(tokens.dtype.element_ty)
+    channels, some = tl.arange(0, CHANNELS), tl.arange(0, LEAVING)
+    valid, known = places < p, channels < c
     start = tokens + image.to(tl.int64) * t * c
-    out = merged + image.to(tl.int64) * p * c
-    squares = tl.zeros((TOKENS,), tl.float32)
-    length = tl.zeros((PLACES,), tl.float32)
-    for channel in range(0, c, CHANNELS):
-        channels = channel + tl.arange(0, CHANNELS)
-        known = channels < c
-        x = tl.load(
-            start + everyone[:, None] * c + channels[None],
-            mask=inside[:, None] & known[None], other=0.0,
-        )  # fmt: skip
-        mean = tl.dot(mask, x, input_precision="ieee")
+    own = tl.load(stays + image * p + places, mask=valid, other=0)
+    share = tl.load(weight + image * t + own, mask=valid, other=0.0)
+    counted = tl.full((PLACES,), 1.0, tl.float32)
+    if HAS_SIZE:
+        counted = tl.load(size + image * size_stride + own, mask=valid, other=0.0).to(tl.float32)
+    counted = tl.where(share > 0, counted, 0.0)
+    total = share
+    for first in range(0, r, LEAVING):
+        there = first + some < r
+        who = tl.load(leaves + image * r + first + some, mask=there, other=0)
+        goes = tl.load(assignment + image * t + who, mask=there, other=-1).to(tl.int32)
+        brings = tl.load(weight + image * t + who, mask=there, other=0.0)
+        member = (goes[None] == places[:, None]) & (brings[None] > 0)
+        total += tl.sum(tl.where(member, brings[None], 0.0), axis=1)
+        more = tl.full((LEAVING,), 1.0, tl.float32)
+        if HAS_SIZE:
+            more = tl.load(size + image * size_stride + who, mask=there, other=0.0).to(tl.float32)
+        counted += tl.sum(tl.where(member, more[None], 0.0), axis=1)
+    tl.store(merged_size + image * p + places, counted, mask=valid)
+    total = tl.maximum(total, 1e-12)
+    x = tl.load(
+        start + own[:, None] * c + channels[None], mask=valid[:, None] & known[None], other=0.0
+    ).to(tl.float32)
+    largest = tl.where(share > 0, tl.sum(x * x, axis=1), 0.0)
+    mean = x * (share / total)[:, None]
+    for first in range(0, r, LEAVING):
+        there = first + some < r
+        who = tl.load(leaves + image * r + first + some, mask=there, other=0)
+        goes = tl.load(assignment + image * t + who, mask=there, other=-1).to(tl.int32)
+        brings = tl.load(weight + image * t + who, mask=there, other=0.0)
+        member = (goes[None] == places[:, None]) & (brings[None] > 0)
+        comes = tl.max(member.to(tl.int32), axis=0) > 0
+        y = tl.load(
+            start + who[:, None] * c + channels[None], mask=comes[:, None] & known[None], other=0.0
+        )
+        mask = tl.where(member, brings[None] / total[:, None], 0.0).to(y.dtype)
+        mean = tl.dot(mask, y, mean, input_precision="ieee")
         if KEEP_NORM:
-            squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
-            length += tl.sum(mean * mean, axis=1)
-        tl.store(
-            out + places[:, None] * c + channels[None], mean.to(merged.dtype.element_ty),
-            mask=(places < p)[:, None] & known[None],
-        )  # fmt: skip
+            square = tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+            square = tl.max(tl.where(member, square[None], 0.0), axis=1)
+            largest = tl.maximum(largest, square)
     if KEEP_NORM:
-        largest = tl.max(tl.where(member, squares[None], 0.0), axis=1)
-        scale = tl.sqrt(largest) / tl.maximum(tl.sqrt(length), 1e-12)
-        for channel in range(0, c, CHANNELS):
-            channels = channel + tl.arange(0, CHANNELS)
-            valid = (places < p)[:, None] & (channels < c)[None]
-            spot = out + places[:, None] * c + channels[None]
-            mean = tl.load(spot, mask=valid, other=0.0).to(tl.float32)
-            tl.store(spot, (mean * scale[:, None]).to(merged.dtype.element_ty), mask=valid)
+        length = tl.sqrt(tl.sum(mean * mean, axis=1))
+        mean = mean * (tl.sqrt(largest) / tl.maximum(length, 1e-12))[:, None]
+    tl.store(
+        merged + (image.to(tl.int64) * p + places[:, None]) * c + channels[None],
+        mean.to(merged.dtype.element_ty), mask=valid[:, None] & known[None],
+    )  # fmt: skip
 
 
 @triton.jit
@@ -249,6 +260,72 @@ def _attention_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _pool_kernel(
+    tokens, size, pooled, t, k, c, size_stride,
+    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Some channels of the mean patch of an image, by size."""
+    image = tl.program_id(0)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channels < c
+    total = 0.0
+    mean = tl.zeros((CHANNELS,), tl.float32)
+    for first in range(k, t, TOKENS):
+        some = first + tl.arange(0, TOKENS)
+        there = some < t
+        weight = tl.where(there, 1.0, 0.0)
+        if HAS_SIZE:
+            weight = tl.load(size + image * size_stride + some, mask=there, other=0.0)
+            weight = weight.to(tl.float32)
+        x = tl.load(
+            tokens + (image.to(tl.int64) * t + some[:, None]) * c + channels[None],
+            mask=there[:, None] & known[None], other=0.0,
+        )  # fmt: skip
+        mean += tl.sum(x.to(tl.float32) * weight[:, None], axis=0)
+        total += tl.sum(weight, axis=0)
+    tl.store(pooled + image * c + channels, mean / total, mask=known)
+
+
+@triton.jit
+def _inform_kernel(
+    tokens, gradient, size, carry, gain, logits, weight, t, k, c, size_stride, carry_stride, eta,
+    HAS_SIZE: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The logits of an image's patches, one step down the gradient, and what tokens weigh."""
+    image = tl.program_id(0)
+    everyone = tl.arange(0, TOKENS)
+    inside, patch = everyone < t, (everyone >= k) & (everyone < t)
+    start = tokens + image.to(tl.int64) * t * c
+    found = tl.zeros((TOKENS,), tl.float32)
+    for channel in range(0, c, CHANNELS):
+        channels = channel + tl.arange(0, CHANNELS)
+        known = channels < c
+        x = tl.load(
+            start + everyone[:, None] * c + channels[None],
+            mask=patch[:, None] & known[None], other=0.0,
+        )  # fmt: skip
+        slope = tl.load(gradient + image * c + channels, mask=known, other=0.0)
+        found -= tl.sum(x.to(tl.float32) * slope[None], axis=1)
+    if HAS_GAIN:
+        number = t - k
+        found -= tl.sum(tl.where(patch, found, 0.0), axis=0) / number
+        square = tl.sum(tl.where(patch, found * found, 0.0), axis=0) / number
+        found = tl.load(gain).to(tl.float32) * found / (tl.sqrt(square) + 1e-6)
+    found = found * eta
+    if HAS_CARRY:
+        found += tl.load(carry + image * carry_stride + everyone - k, mask=patch, other=0.0)
+    found = tl.minimum(tl.maximum(found, -8.0), 8.0)
+    tl.store(logits + image * (t - k) + everyone - k, found, mask=patch)
+    counted = tl.full((TOKENS,), 1.0, tl.float32)
+    if HAS_SIZE:
+        counted = tl.load(size + image * size_stride + everyone, mask=inside, other=0.0)
+        counted = counted.to(tl.float32)
+    counted = tl.where(patch, counted * tl.exp(found), counted)
+    tl.store(weight + image * t + everyone, counted, mask=inside)
+
+
 def assign(
     tokens: Tensor,
     size: Tensor | None,
@@ -256,31 +333,32 @@ def assign(
     num_leaving: int,
     num_prefix: int,
     protection: float,
-) -> tuple[Tensor, Tensor]:
-    """Whether each token leaves, and its place after the merge; `match_least_harm` in order."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every token's place after the merge, who stays and who leaves; `match_least_harm`."""
     b, t, c = tokens.shape
     n, device = t - num_prefix, tokens.device
     tokens = tokens.contiguous()
-    rows, columns, channels = (32, 64, 128) if b < 16 else (64, 64, 64)
-    blocks = triton.cdiv(n, columns)
+    side = 64
+    blocks = triton.cdiv(n, side)
     distance = torch.empty(b, n, n, device=device)
     harm = torch.empty(b, n, blocks, device=device)
-    leaves = torch.empty(b, t, device=device, dtype=torch.int8)
     assignment = torch.empty(b, t, device=device, dtype=torch.int64)
+    stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
+    leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
     size_, stride = _sizes(size, harm)
     attention_ = harm if attention is None else attention.float().contiguous()
-    _harm_kernel[b, triton.cdiv(n, rows), blocks](
+    _harm_kernel[b, blocks, blocks](
         tokens, size_, attention_, distance, harm, t, num_prefix, c, stride, protection,
         HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
-        ROWS=rows, COLUMNS=columns, CHANNELS=min(channels, triton.next_power_of_2(c)), num_warps=4,
+        ROWS=side, COLUMNS=side, CHANNELS=64, num_warps=4, num_stages=3,
     )  # fmt: skip
-    some = 16
+    some = 16 if b < FEW_IMAGES else 32
     _assign_kernel[b, triton.cdiv(n, some)](
-        distance, harm, size_, leaves, assignment, t, num_prefix, num_leaving, stride, blocks,
-        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t),
+        distance, harm, size_, assignment, stays, leaves, t, num_prefix, num_leaving, stride,
+        blocks, HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t),
         BLOCKS=triton.next_power_of_2(blocks), ROWS=some, num_warps=4,
     )  # fmt: skip
-    return leaves, assignment
+    return assignment, stays, leaves
 
 
 def merge_groups(
@@ -288,21 +366,22 @@ def merge_groups(
     weight: Tensor,
     size: Tensor | None,
     assignment: Tensor,
-    num_places: int,
+    stays: Tensor,
+    leaves: Tensor,
     keep_norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """Weighted means, of the largest norm of their group if asked for, and how large they are."""
     b, t, c = tokens.shape
+    num_places = stays.shape[1]
     tokens = tokens.contiguous()
     merged = tokens.new_empty(b, num_places, c)
     merged_size = torch.empty(b, num_places, device=tokens.device)
     size_, stride = _sizes(size, merged_size)
-    places = 16 if b < 16 else 64
-    _merge_kernel[b, triton.cdiv(num_places, places)](
-        tokens, weight.float().expand(b, t).contiguous(), size_, assignment, merged, merged_size,
-        t, num_places, c, stride, KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
-        PLACES=places, TOKENS=triton.next_power_of_2(t), CHANNELS=64 if b < 16 else 32,
-        num_warps=8,
+    _merge_kernel[b, triton.cdiv(num_places, 16)](
+        tokens, weight.float().expand(b, t).contiguous(), size_, assignment, stays, leaves,
+        merged, merged_size, t, num_places, leaves.shape[1], c, stride,
+        KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
+        PLACES=16, LEAVING=16, CHANNELS=triton.next_power_of_2(c), num_warps=8,
     )  # fmt: skip
     return merged, merged_size
 
@@ -326,12 +405,49 @@ def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor
     d = width // (3 * num_heads)
     out = qkv.new_empty(b, t, num_heads * d)
     size_, stride = _sizes(size, size)
-    rows = 128 if t > 64 and b >= 16 else 64
+    rows, columns, stages = (32, 64, 2) if b < FEW_IMAGES else (64, 32, 3)
     _attention_kernel[triton.cdiv(t, rows), b * num_heads](
         qkv.contiguous(), size_, out, t, num_heads, d, stride, scale,
-        ROWS=rows, COLUMNS=64, WIDTH=max(16, triton.next_power_of_2(d)), num_warps=4,
+        ROWS=rows, COLUMNS=columns, WIDTH=max(16, triton.next_power_of_2(d)),
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
+    """The mean patch of every image, by size."""
+    b, t, c = tokens.shape
+    pooled = torch.empty(b, c, device=tokens.device)
+    size_, stride = _sizes(size, pooled)
+    _pool_kernel[b, triton.cdiv(c, 64)](
+        tokens.contiguous(), size_, pooled, t, num_prefix, c, stride,
+        HAS_SIZE=size is not None, TOKENS=64, CHANNELS=64, num_warps=4,
+    )  # fmt: skip
+    return pooled
+
+
+def inform(
+    tokens: Tensor,
+    gradient: Tensor,
+    size: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    eta: float,
+    num_prefix: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits of patches, one step down the gradient, and the weights of all tokens."""
+    b, t, c = tokens.shape
+    logits = torch.empty(b, t - num_prefix, device=tokens.device)
+    weight = torch.empty(b, t, device=tokens.device)
+    size_, stride = _sizes(size, weight)
+    carry_, carry_stride = _sizes(None if carry is None else carry.float(), weight)
+    _inform_kernel[(b,)](
+        tokens.contiguous(), gradient.float().contiguous(), size_, carry_,
+        weight if gain is None else gain, logits, weight, t, num_prefix, c, stride, carry_stride,
+        eta, HAS_SIZE=size is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
+        TOKENS=triton.next_power_of_2(t), CHANNELS=64, num_warps=8,
+    )  # fmt: skip
+    return logits, weight
 
 
 def _sizes(size: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:

@@ -47,16 +47,23 @@ class MatchingMerger(LTMMerger):
             self.needs = frozenset({"importance"})
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        k = self.site.num_prefix
-        weight = size = token_size(tokens, hints)
-        logits = hints.carry
-        if self.informative is not None:
-            labels = self.true_labels(hints)
-            logits = self.informative(tokens[:, k:], size[:, k:], labels, hints.carry)
-        if logits is not None:
-            weight = torch.cat([size[:, :k], size[:, k:] * logits.exp()], dim=1)
+        logits, weight = self.weigh(tokens, hints)
         merge = self.merge(tokens, hints, weight)
         return Decision(merge=merge, carry=None if logits is None else carried(merge, logits))
+
+    def weigh(
+        self, tokens: Float[Tensor, "b t c"], hints: Hints
+    ) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"]]:
+        """The logits of the patches, and what every token weighs in its group."""
+        k, step, labels = self.site.num_prefix, self.informative, self.true_labels(hints)
+        if step is not None and step.plain and labels is None and fused.takes_match(tokens):
+            return step.weigh(tokens, hints.size, hints.carry, k)
+        size, logits = token_size(tokens, hints), hints.carry
+        if step is not None:
+            logits = step(tokens[:, k:], size[:, k:], labels, hints.carry)
+        if logits is None:
+            return None, size
+        return logits, torch.cat([size[:, :k], size[:, k:] * logits.exp()], dim=1)
 
     def merge(
         self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"]
@@ -73,15 +80,16 @@ class MatchingMerger(LTMMerger):
     ) -> MatchedMerge:
         k = self.site.num_prefix
         num_leaving = tokens.shape[1] - k - hints.num_out
-        leaves, assignment = fused.assign(
+        assignment, stays, leaves = fused.assign(
             tokens, hints.size, hints.importance, num_leaving, k, self.protection
         )
         return MatchedMerge(
             assignment=assignment,
-            weight=weight * (leaves == 0) if prune else weight,
+            weight=weight.scatter(1, leaves.long(), 0.0) if prune else weight,
             num_places=k + hints.num_out,
             keep_norm=keep_norm,
             num_prefix=k,
+            order=(stays, leaves),
         )
 
     def match(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Match:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ltm.core import clustering, mask_gradient
+from ltm.core import clustering, fused, mask_gradient
 from ltm.core.merge import Merge
 from ltm.core.statistics import ClassStatistics
 from ltm.methods.base import Hints, Merger, Site, token_size
@@ -94,6 +94,22 @@ class InformativeStep(nn.Module):
             logits = logits + carry
         # Bounded, so that no target's weights can vanish.
         return logits.clamp(-8, 8)
+
+    @property
+    def plain(self) -> bool:
+        """Whether `weigh` does it: active, and nothing learned on the tokens themselves."""
+        return self.active and self.mlp is None
+
+    def weigh(
+        self,
+        tokens: Float[Tensor, "b t c"],
+        size: Float[Tensor, "_ t"] | None,
+        carry: Float[Tensor, "_ n"] | None,
+        num_prefix: int,
+    ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b t"]]:
+        """`forward` by kernels, with the weights that follow from it."""
+        gradient = self.direction(fused.pool(tokens, size, num_prefix), None)
+        return fused.inform(tokens, gradient, size, carry, self.gain, self.config.eta, num_prefix)
 
 
 class LTMMerger(Merger):
