@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import ltm
 from ltm.adapters.base import attention_bias
@@ -104,14 +105,18 @@ def whole(config, dtype):
     ltm.merge_tokens_(model, config, size_of("vit"))
     if config.gain == 1.0:
         ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
-    expected = model(images)
+    with FlopCounterMode(display=False) as plain_count:
+        expected = model(images)
     fused.enable()
     try:
+        with FlopCounterMode(display=False) as count:
+            model(images)
         outputs = model.to(dtype)(images.to(dtype)).float()
     finally:
         fused.enable(False)
     plain = model.to(dtype)(images.to(dtype)).float()
-    return [float((y - expected).norm() / expected.norm()) for y in (outputs, plain)]
+    differences = [float((y - expected).norm() / expected.norm()) for y in (outputs, plain)]
+    return [*differences, count.get_total_flops() / plain_count.get_total_flops()]
 
 
 def main():

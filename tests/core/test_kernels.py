@@ -48,9 +48,10 @@ def test_attention_and_importance_agree(found):
 
 def test_networks_agree(found):
     assert set(found["models"]) == {"default", "static", "informative", "operators", "unimportant"}
-    for name, (difference, _) in found["models"].items():
+    for name, (difference, _, cost) in found["models"].items():
         assert difference < 1e-5, name
-    for name, (difference, plain) in found.get("half", {}).items():
+        assert 0.8 < cost < 1.02, name
+    for name, (difference, plain, _) in found.get("half", {}).items():
         # Rounding alone can change who leaves: then the plain path differs as much.
         assert difference < max(1e-2, 1.5 * plain), name
 

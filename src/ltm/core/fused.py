@@ -8,7 +8,7 @@ Letters: b images, t tokens with their prefix, p tokens that stay, r tokens that
 h heads, d channels of a head.
 """
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # ruff: noqa: PLR0917 - operators take their arguments in order
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 MAX_TOKENS = 256
 """Longer sequences do not fit into one program of a match; they take the plain path."""
@@ -182,3 +183,27 @@ def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     b, t = tokens.shape[:2]
     logits = tokens.new_empty(b, t - arguments[-1], dtype=torch.float32)
     return logits, tokens.new_empty(b, t, dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.ltm.assign)
+def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
+    (b, t, c), num_prefix = tokens, arguments[3]
+    return 2 * b * (t - num_prefix) ** 2 * c
+
+
+@register_flop_formula(torch.ops.ltm.importance)
+def _(qkv: list[int], *_: Any, **__: Any) -> int:
+    b, t, width = qkv
+    return 2 * b * t * (width // 3)
+
+
+@register_flop_formula(torch.ops.ltm.attention)
+def _(qkv: list[int], *_: Any, **__: Any) -> int:
+    b, t, width = qkv
+    return 4 * b * t * t * (width // 3)
+
+
+@register_flop_formula([torch.ops.ltm.pool, torch.ops.ltm.inform])
+def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
+    (b, t, c), num_prefix = tokens, arguments[-1]
+    return 2 * b * (t - num_prefix) * c
