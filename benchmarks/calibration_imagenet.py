@@ -45,7 +45,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, torch.device(args.device)
-        self.host = load_model(args.model, weights=args.weights).eval().to(self.device)
+        host = load_model(args.model, weights=args.weights, model_args=tuple(args.model_args))
+        self.host = host.eval().to(self.device)
         self.halves = self._halves()
         self.calibrations: dict[tuple[int, ltm.LTM], Calibration] = {}
         self.results: dict[tuple[int, ltm.LTM, float], CalibrationResult] = {}
@@ -202,6 +203,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="vit_tiny_patch16_224")
     parser.add_argument("--weights", type=Path)
+    parser.add_argument("--model-args", nargs="*", default=[], help="such as depth=4")
+    parser.add_argument("--name", help="of the files; the model's by default")
     parser.add_argument("--data", required=True)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--calibration-images", type=int, default=256)
@@ -214,7 +217,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    bench, rows = Bench(args), Rows(args.output / f"{args.model}.json")
+    bench, rows = Bench(args), Rows(args.output / f"{args.name or args.model}.json")
     about = {
         "command": " ".join(["python", "benchmarks/calibration_imagenet.py", *sys.argv[1:]]),
         "environment": as_row(environment.describe(bench.device)),
@@ -227,7 +230,7 @@ def main() -> None:
                 rows.write(about)
                 top1, left = rows.rows[-1]["top1"], ", ".join(f"{share:.3f}" for share in shares)
                 print(f"{part}: {method} at {left}: top-1 {top1:.4f}", flush=True)
-    write_report(args.output / f"{args.model}.json")
+    write_report(args.output / f"{args.name or args.model}.json")
 
 
 if __name__ == "__main__":

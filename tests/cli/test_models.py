@@ -1,6 +1,7 @@
 """From options to a model: what works, and what is said where it cannot."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ def test_methods_become_configs() -> None:
     assert method_config("tome", 0.6) == ltm.ToMe(ratio=0.6)
     static = ltm.LTM(ratio=0.7, support="learned", weights="uniform")
     assert method_config("ltm-static", 0.7) == static
+    assert method_config("ltm-static:ratio=0.5", 0.7) == replace(static, ratio=0.5)
     config = method_config("ltm:per_block=0.9,sites=3+5,keep_norm=False,mask_form=letter", 0.7)
     assert config == ltm.LTM(per_block=0.9, sites=(3, 5), keep_norm=False, mask_form="letter")
     assert method_config("ltm:sites=4", 0.7) == ltm.LTM(ratio=0.7, sites=(4,))

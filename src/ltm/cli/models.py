@@ -223,11 +223,14 @@ def method_config(text: str, ratio: float | None = None, **settings: Any) -> Met
     """Read a method, `ltm`, `tome`, or with settings, `ltm:support=learned,sites=3+5+8`.
 
     `ratio` holds unless the settings say how much to merge. `ltm-static` and `ltm-uniform` are
-    short for LTM with a static mask, and with size weights only.
+    short for LTM with a static mask, and with size weights only, and take further settings too.
     """
     from ltm.methods import config_from_dict, methods
 
-    name, _, options = ALIASES.get(text, text).partition(":")
+    name, _, options = text.partition(":")
+    if name in ALIASES:
+        name, _, meant = ALIASES[name].partition(":")
+        options = f"{meant},{options}"
     if name not in methods():
         known = ", ".join([*methods(), *ALIASES])
         raise ValueError(f"method {text} is not known: choose from {known}")
