@@ -47,6 +47,7 @@ class Bench:
         self.args, self.device = args, torch.device(args.device)
         host = load_model(args.model, weights=args.weights, model_args=tuple(args.model_args))
         self.host = host.eval().to(self.device)
+        self.original = Remembered(self.host)
         self.halves = self._halves()
         self.calibrations: dict[tuple[int, ltm.LTM], Calibration] = {}
         self.results: dict[tuple[int, ltm.LTM, float], CalibrationResult] = {}
@@ -88,9 +89,25 @@ class Bench:
             shares.append(build(model, fold))
             size = self.args.batch_size
             batches = list(zip(images.split(size), labels.split(size), strict=True))
-            found = evaluate({BASE: self.host, "other": model}, batches, original=BASE)
+            found = evaluate({BASE: self.original, "other": model}, batches, original=BASE)
             parts.append(found["other"])
         return joined(parts), shares
+
+
+class Remembered(nn.Module):
+    """A network that answers each batch once, and from memory afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.answers: dict[bytes, Tensor] = {}
+
+    def forward(self, images: Tensor) -> Tensor:
+        few = images[:, :, ::16, ::16].float().cpu().contiguous()
+        key = few.numpy().tobytes()
+        if key not in self.answers:
+            self.answers[key] = self.model(images)
+        return self.answers[key]
 
 
 def joined(parts: list[Outputs]) -> Outputs:
@@ -222,11 +239,15 @@ def main() -> None:
         "command": " ".join(["python", "benchmarks/calibration_imagenet.py", *sys.argv[1:]]),
         "environment": as_row(environment.describe(bench.device)),
     }
+    setting = {
+        "device": about["environment"]["device"],
+        "calibration": f"{args.calibration_images} images, {args.trials} trials",
+    }
     for part, make in (("curves", curve_rows), ("ablation", ablation_rows)):
         for method, budget, build in make(bench):
             if rows.find(part, method, budget) is None:
                 outputs, shares = bench.outputs(build)
-                rows.add(part, method, budget, outputs, shares=shares)
+                rows.add(part, method, budget, outputs, shares=shares, **setting)
                 rows.write(about)
                 top1, left = rows.rows[-1]["top1"], ", ".join(f"{share:.3f}" for share in shares)
                 print(f"{part}: {method} at {left}: top-1 {top1:.4f}", flush=True)

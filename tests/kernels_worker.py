@@ -119,6 +119,21 @@ def whole(config, dtype):
     return [*differences, count.get_total_flops() / plain_count.get_total_flops()]
 
 
+def learns(config):
+    """Whether what trains, on a frozen network, gets a gradient while the kernels are on."""
+    model, images = toy("vit").to(DEVICE), pictures("vit", batch=3).to(DEVICE)
+    ltm.merge_tokens_(model, config, size_of("vit"))
+    ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
+    model.requires_grad_(False)
+    gains = [p.requires_grad_() for n, p in model.named_parameters() if n.endswith("gain")]
+    fused.enable()
+    try:
+        model(images).square().sum().backward()
+    finally:
+        fused.enable(False)
+    return all(bool(gain.grad.abs().sum() > 0) for gain in gains[:-1]) and len(gains) > 1
+
+
 def main():
     torch.set_num_threads(1)
     fused.enable(False)
@@ -127,6 +142,7 @@ def main():
     results = {
         "kernels": {name: compare(**case) for name, case in CASES.items()},
         "attention": {str(t): attend(t, shared) for t, shared in ((17, False), (197, True))},
+        "learns": learns(MODELS["informative"]),
         "models": {name: whole(config, torch.float32) for name, config in MODELS.items()},
     }
     if DEVICE == "cuda":

@@ -56,6 +56,10 @@ def test_networks_agree(found):
         assert difference < max(1e-2, 1.5 * plain), name
 
 
+def test_what_trains_on_a_frozen_network_takes_the_plain_path(found):
+    assert found["learns"]
+
+
 def test_they_are_for_inference_on_a_gpu():
     tokens = torch.zeros(1, 9, 4)
     fused.enable()

@@ -27,6 +27,8 @@ from ltm.methods.base import Count, Merger, MethodConfig, Site
 
 # How far below the budget, as a share of it, a plan may end: grids have whole-number sides.
 _CLOSE, _CLOSE_ON_GRIDS = 0.005, 0.02
+# How far below it a plan with few sites may end before all blocks are made sites.
+_NEAR = 0.03
 
 Counts = Mapping[int, Count]
 """Tokens after each site, by block."""
@@ -98,10 +100,9 @@ class Planner:
     def _chosen_blocks(self) -> tuple[int, ...]:
         num_blocks = len(self.layout.blocks)
         if self.config.sites is None:
-            if self.layout.entry is None:
-                return self.config.choose_sites(num_blocks)
-            few = self.layout.sites if self.keeps_grid and self.config.ratio is not None else None
-            return tuple(range(num_blocks)) if few is None else few
+            if self.layout.entry is not None:
+                return tuple(range(num_blocks))
+            return self.config.choose_sites(num_blocks)
         outside = [site for site in self.config.sites if not 0 <= site < num_blocks]
         if outside:
             raise ValueError(
@@ -142,6 +143,19 @@ class Planner:
     def _within(self, ratio: float) -> Counts:
         if ratio == 1:
             return {}
+        few = self.layout.sites if self.keeps_grid and self.config.sites is None else None
+        if few is not None:
+            everywhere, self.chosen = self.chosen, few
+            try:
+                counts = self._fitted(ratio)
+                if self.cost(counts) >= (1 - _NEAR) * ratio * self.macs_before:
+                    return counts
+            except ValueError:
+                pass  # too few to get there
+            self.chosen = everywhere
+        return self._fitted(ratio)
+
+    def _fitted(self, ratio: float) -> Counts:
         budget = ratio * self.macs_before
         close = _CLOSE_ON_GRIDS if self.keeps_grid else _CLOSE
         fit = fit_budget(self._at_strength, self.cost, budget, tolerance=close)

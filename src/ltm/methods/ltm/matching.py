@@ -56,7 +56,7 @@ class MatchingMerger(LTMMerger):
     ) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"]]:
         """The logits of the patches, and what every token weighs in its group."""
         k, step, labels = self.site.num_prefix, self.informative, self.true_labels(hints)
-        if step is not None and step.plain and labels is None and fused.takes_match(tokens):
+        if step is not None and labels is None and step.has_kernel(tokens, hints.carry):
             return step.weigh(tokens, hints.size, hints.carry, k)
         size, logits = token_size(tokens, hints), hints.carry
         if step is not None:

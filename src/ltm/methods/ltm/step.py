@@ -95,10 +95,10 @@ class InformativeStep(nn.Module):
         # Bounded, so that no target's weights can vanish.
         return logits.clamp(-8, 8)
 
-    @property
-    def plain(self) -> bool:
-        """Whether `weigh` does it: active, and nothing learned on the tokens themselves."""
-        return self.active and self.mlp is None
+    def has_kernel(self, tokens: Tensor, carry: Tensor | None) -> bool:
+        """Whether `weigh` can take over from `forward`."""
+        known = self.active and self.mlp is None
+        return known and fused.takes_match(tokens, carry, self.gain)
 
     def weigh(
         self,
