@@ -67,16 +67,21 @@ def test_any_timm_network(name: str) -> None:
 
 def test_maps_as_merging_leaves_them_are_smaller() -> None:
     images = torch.rand(1, 3, 64, 64)
+    learned = LTM(per_block=0.5, support="learned")
     for name in ("mobilevit_xxs", "efficientvit_b0"):
         pyramid = build_pyramid(
-            name, (16, 32), image_size=(64, 64), merging=LTM(per_block=0.5), restore=False
+            name, (16, 32), image_size=(64, 64), merging=learned, restore=False
         ).eval()
         shrunk = grids(pyramid(images))
         pyramid.restore = True
         whole = grids(pyramid(images))
         assert whole == [(4, 4), (2, 2)]
         assert shrunk < whole
-    # A method that keeps no grid restores it itself.
+    # A method that keeps no grid restores it itself, and so does LTM on MobileViT unless told.
+    open_ = LTM(per_block=0.5)
+    whole = build_pyramid("mobilevit_xxs", (16, 32), image_size=(64, 64), merging=open_).eval()
+    whole.restore = False
+    assert grids(whole(images)) == [(4, 4), (2, 2)]
     kept = build_pyramid(
         "efficientvit_b0", (16, 32), image_size=(64, 64), merging=ToMe(per_block=0.8), restore=False
     ).eval()

@@ -16,7 +16,7 @@ from ltm.tasks.segmentation import MaskRCNNConfig
 
 pytestmark = pytest.mark.slow
 
-MERGING = LTM(per_block=0.5)
+MERGING = LTM(per_block=0.5, support="learned")
 CONFIGS = {
     "ssdlite": SSDLiteConfig(backbone="mobilevit_xxs", num_classes=2, image_size=(64, 64)),
     "ssdlite_ltm": SSDLiteConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import json
@@ -16,10 +17,11 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models._features import FeatureGetterNet, FeatureListNet
 from torch import Tensor, nn
 
+from ltm.adapters import select_adapter
 from ltm.adapters.grids import MergingGridModel
 from ltm.api import image_size_of, is_merging, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
-from ltm.methods.base import MethodConfig
+from ltm.methods import LTM, MethodConfig
 from ltm.tasks.necks import simple_neck
 
 Size = tuple[int, int]
@@ -166,8 +168,20 @@ def build_pyramid(
         **arguments,
     )
     if merging is not None:
-        merge_tokens_(network, merging, canvas or image_size)
+        merge_tokens_(network, for_maps(merging, network), canvas or image_size)
     return Pyramid(network, strides, restore=restore, canvas=canvas)
+
+
+def for_maps(merging: MethodConfig, network: nn.Module) -> MethodConfig:
+    """The config that suits feature maps, where it leaves the support open.
+
+    MobileViT puts matched tokens back at the end of a block, beside its whole shortcut; a learned
+    support shrinks its maps, and boxes lose much of their precision.
+    """
+    leaves_open = isinstance(merging, LTM) and merging.support is None and merging.counts is None
+    if leaves_open and select_adapter(network).family == "mobilevit":
+        return dataclasses.replace(merging, support="matching")
+    return merging
 
 
 def check_backbone(name: str) -> None:
