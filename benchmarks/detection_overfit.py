@@ -105,7 +105,7 @@ class Study:
     def shapes_ssdlite(self) -> None:
         side = self.options.side or 320
         train, val = self._shapes()
-        merging = LTM(ratio=self.options.ratio)
+        merging = LTM(ratio=self.options.ratio, support="learned")
         configs: dict[str, DetectorConfig] = {
             "original": self._ssdlite(train, side, None),
             "ltm": self._ssdlite(train, side, merging),
@@ -118,7 +118,7 @@ class Study:
     def shapes_mask_rcnn(self) -> None:
         side = self.options.side or 256
         train, val = self._shapes()
-        merging = LTM(ratio=self.options.ratio)
+        merging = LTM(ratio=self.options.ratio, support="learned")
         matching = replace(merging, support="matching")
         configs: dict[str, DetectorConfig] = {
             "original": self._mask_rcnn(train, side, None, side),

@@ -40,22 +40,31 @@ class Axis(nn.Module):
     valid: Tensor
     anchor: Tensor
     home: Tensor
+    part: Tensor
 
-    def __init__(self, num_in: int, num_out: int, patches: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        patches: tuple[int, int] | None = None,
+        *,
+        areas: bool = False,
+    ) -> None:
         super().__init__()
-        self.num_in, self.num_out, self.patches = num_in, num_out, patches
+        self.num_in, self.num_out, self.patches, self.areas = num_in, num_out, patches, areas
         candidates = self._candidates(num_in, num_out)
         self.logits = nn.Parameter(initial_logits(candidates))
-        for name in ("index", "valid", "anchor", "home"):
-            self.register_buffer(name, getattr(candidates, name), persistent=False)
+        for name, value in vars(candidates).items():
+            self.register_buffer(name, value, persistent=False)
 
     def _candidates(self, num_in: int, num_out: int) -> Candidates:
         if self.patches is None:
-            return axis_candidates(num_in, num_out)
+            return axis_candidates(num_in, num_out, areas=self.areas)
         return grid_candidates(self.patches, num_in, num_out)
 
     def forward(self, num_in: int, num_out: int, noise: float) -> Float[Tensor, "n p"]:
-        candidates, logits = Candidates(self.index, self.valid, self.anchor, self.home), self.logits
+        candidates = Candidates(self.index, self.valid, self.anchor, self.home, self.part)
+        logits = self.logits
         if (num_in, num_out) != (self.num_in, self.num_out):
             other = self._candidates(num_in, num_out)
             candidates = Candidates(*(getattr(other, f).to(logits.device) for f in vars(other)))
@@ -87,8 +96,10 @@ class LearnedMerger(LTMMerger):
         super().__init__(site, config)
         self.keeps_grid = site.grid_in is not None
         if site.grid_in is not None and site.grid_out is not None:
-            self.rows = Axis(site.grid_in[0], site.grid_out[0])
-            self.columns = Axis(site.grid_in[1], site.grid_out[1])
+            # The letter's softmax, and a gradient of the whole mask, know tokens as in or out.
+            areas = config.mask_form == "masked" and config.space == "pooled"
+            self.rows = Axis(site.grid_in[0], site.grid_out[0], areas=areas)
+            self.columns = Axis(site.grid_in[1], site.grid_out[1], areas=areas)
         else:
             self.sequence = Axis(site.num_in, site.num_out, site.grid)
         self.noise = 1.0
