@@ -53,7 +53,8 @@ def test_training_repeats_exactly_whatever_the_workers(shapes):
     first, second = epoch_of(plain, 0), epoch_of(plain, 1)
     assert len(first) == len(plain) == 5
     assert same(epoch_of(forked, 0), first)
-    assert same(epoch_of(forked, 1), second)  # by the very same worker processes
+    assert same(epoch_of(forked, 1), second)  # by the very same worker processes, begun ahead
+    assert same(epoch_of(forked, 4), epoch_of(plain, 4))  # not the one that was begun
     assert same(epoch_of(training(shapes), 1), second)  # as after resuming
     assert not same(first, second)
     assert not same(epoch_of(training(shapes, seed=1), 0), first)

@@ -1,7 +1,9 @@
 """Batches for networks: deterministic, on the device, with the next one under way."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from timm.data.loader import PrefetchLoader
@@ -38,7 +40,7 @@ class Loader:
 
     def __init__(
         self,
-        batches: "_Normalised | _Moved",
+        batches: _Normalised | _Moved,
         dataset: Any,
         order: TrainingSampler | EvaluationSampler | ShardStream,
     ) -> None:
@@ -141,14 +143,17 @@ def build_loader(
         # Its own, so that starting an epoch leaves the global generator alone.
         generator=torch.Generator().manual_seed(seed),
     )
+    source = batches
+    if workers and isinstance(order, TrainingSampler):
+        source = _Ahead(batches, order)
     if training and len(batches) == 0:
         raise ValueError(
             f"{len(order)} images for each process do not fill a batch of {batch_size}; "
             "use a smaller batch_size or more images"
         )
     if collate is not None:
-        return Loader(_Moved(batches, device), dataset, order)
-    return Loader(_Normalised(batches, spec or _UNCHANGED, device, dtype), dataset, order)
+        return Loader(_Moved(source, device), dataset, order)
+    return Loader(_Normalised(source, spec or _UNCHANGED, device, dtype), dataset, order)
 
 
 def training_loader(
@@ -210,18 +215,44 @@ class _SeededItems(Dataset[Any]):
             return self._dataset[draw.index]
 
 
+class _Ahead:
+    """Training batches whose workers begin the next epoch as soon as one is handed out.
+
+    They work while the network is validated, and an epoch starts without a wait.
+    """
+
+    def __init__(self, batches: DataLoader[Any], order: TrainingSampler) -> None:
+        self._batches, self._order = batches, order
+        self._begun: tuple[int, Iterator[Any]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, begun = self._order.epoch, self._begun
+        self._begun = None
+        yield from begun[1] if begun is not None and begun[0] == epoch else iter(self._batches)
+        self._order.set_epoch(epoch + 1)
+        self._begun = epoch + 1, iter(self._batches)
+        self._order.set_epoch(epoch)
+
+
 class _Normalised:
     """`Batch`es, moved to the device by timm's prefetcher and normalised there."""
 
     def __init__(
         self,
-        batches: DataLoader[Any],
+        batches: DataLoader[Any] | _Ahead,
         spec: ImageSpec,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._batches = PrefetchLoader(
-            batches, mean=spec.mean, std=spec.std, device=device, img_dtype=dtype
+            cast("DataLoader[Any]", batches),
+            mean=spec.mean,
+            std=spec.std,
+            device=device,
+            img_dtype=dtype,
         )
 
     def __len__(self) -> int:
@@ -235,7 +266,7 @@ class _Normalised:
 class _Moved:
     """Batches of any form, moved to the device as they are."""
 
-    def __init__(self, batches: DataLoader[Any], device: torch.device) -> None:
+    def __init__(self, batches: DataLoader[Any] | _Ahead, device: torch.device) -> None:
         self._batches = batches
         self._device = device
 

@@ -105,9 +105,13 @@ class TrainingSampler(Sampler[Draw]):
         return self._num_images // self._world_size
 
     def __iter__(self) -> Iterator[Draw]:
-        for turn, index in enumerate(self._indices()):
+        # Decided here and now: what comes is this epoch's even if another is chosen meanwhile.
+        return self._draws(self.epoch, self._indices())
+
+    def _draws(self, epoch: int, indices: list[int]) -> Iterator[Draw]:
+        for turn, index in enumerate(indices):
             place = turn * self._world_size + self._rank
-            yield Draw(index, make_key(self.seed, self.epoch, place))
+            yield Draw(index, make_key(self.seed, epoch, place))
 
     def _indices(self) -> list[int]:
         order = make_key(self.seed, self.epoch)
