@@ -34,31 +34,26 @@ class Candidates:
     """False where a target near an edge has fewer candidates."""
     anchor: Bool[Tensor, "p k"]
     home: Bool[Tensor, "p k"]
-    """The candidates that are in from the start: together they cover every token."""
-    part: Float[Tensor, "p k"]
-    """How much of a candidate counts where it is in."""
+    """The candidates that are in from the start: together they cover every token once."""
 
 
-def axis_candidates(num_tokens: int, num_targets: int, *, areas: bool = True) -> Candidates:
+def axis_candidates(num_tokens: int, num_targets: int) -> Candidates:
     """Candidates along one axis of a grid: the anchor and its neighbours to both sides.
 
-    A target starts as its stretch of the axis: with `areas` a token at the border counts by the
-    part of it that lies inside, so that merged tokens are evenly spaced, as convolutions, position
-    tables and boxes take them to be. Without, it is in where its middle is.
+    A token is at home in the stretch of the axis in which its middle lies, so that merged tokens
+    stand as evenly as whole tokens can, and lean to neither side.
     """
+    middles = torch.arange(num_tokens, dtype=torch.float64) + 0.5
     chosen = anchors(num_tokens, num_targets)
     radius = math.ceil(num_tokens / num_targets / 2) if num_targets < num_tokens else 0
-    index = chosen[:, None] + torch.arange(-radius, radius + 1)
-    valid = (index >= 0) & (index < num_tokens)
-    length = num_tokens / num_targets
-    start = torch.arange(num_targets, dtype=torch.float64)[:, None] * length
-    inside = torch.minimum(index + 1, start + length) - torch.maximum(index, start)
-    middle = index + 0.5
-    home = inside > 1e-6 if areas else (start <= middle) & (middle < start + length)
-    part = torch.where(home, inside, 1.0) if areas else torch.ones_like(inside)
-    anchor = valid & (index == chosen[:, None])
-    index = index.clamp(0, num_tokens - 1)
-    return Candidates(index, valid, anchor, valid & (home | anchor), part.float())
+    offsets = torch.arange(-radius, radius + 1)
+    index = chosen[:, None] + offsets
+    return _candidates(
+        index.clamp(0, num_tokens - 1),
+        (index >= 0) & (index < num_tokens),
+        chosen,
+        (middles * num_targets / num_tokens).floor().long(),
+    )
 
 
 def grid_candidates(
@@ -78,14 +73,19 @@ def grid_candidates(
     chosen = anchors(num_tokens, num_targets)
     distance = torch.cdist(points[chosen], points)
     index = distance.topk(min(num_candidates, num_tokens), dim=1, largest=False).indices
-    anchor = index == chosen[:, None]
-    home = distance.argmin(dim=0)[index] == torch.arange(num_targets)[:, None]
-    all_in = torch.ones_like(anchor)
-    return Candidates(index, all_in, anchor, home | anchor, all_in.float())
+    return _candidates(
+        index, torch.ones_like(index, dtype=torch.bool), chosen, distance.argmin(dim=0)
+    )
+
+
+def _candidates(index: Tensor, valid: Tensor, chosen: Tensor, homes: Tensor) -> Candidates:
+    anchor = valid & (index == chosen[:, None])
+    home = valid & (homes[index] == torch.arange(len(chosen))[:, None])
+    return Candidates(index, valid, anchor, home | anchor)
 
 
 def initial_logits(candidates: Candidates, confidence: float = 3.0) -> Float[Tensor, "p k"]:
-    """Start from the candidates that are at home."""
+    """Start from the partition in which every token is at home."""
     return torch.where(candidates.home, confidence, -confidence)
 
 
@@ -109,7 +109,7 @@ def support_matrix(
     choice: Float[Tensor, "p k"], candidates: Candidates, num_tokens: int
 ) -> Float[Tensor, "n p"]:
     """The support as a matrix; anchors are always in, what is no candidate is out."""
-    values = torch.where(candidates.anchor, 1.0, choice) * candidates.valid * candidates.part
+    values = torch.where(candidates.anchor, 1.0, choice) * candidates.valid
     matrix = values.new_zeros(values.shape[0], num_tokens)
     return matrix.scatter_add(1, candidates.index, values).mT
 

@@ -40,31 +40,22 @@ class Axis(nn.Module):
     valid: Tensor
     anchor: Tensor
     home: Tensor
-    part: Tensor
 
-    def __init__(
-        self,
-        num_in: int,
-        num_out: int,
-        patches: tuple[int, int] | None = None,
-        *,
-        areas: bool = False,
-    ) -> None:
+    def __init__(self, num_in: int, num_out: int, patches: tuple[int, int] | None = None) -> None:
         super().__init__()
-        self.num_in, self.num_out, self.patches, self.areas = num_in, num_out, patches, areas
+        self.num_in, self.num_out, self.patches = num_in, num_out, patches
         candidates = self._candidates(num_in, num_out)
         self.logits = nn.Parameter(initial_logits(candidates))
-        for name, value in vars(candidates).items():
-            self.register_buffer(name, value, persistent=False)
+        for name in ("index", "valid", "anchor", "home"):
+            self.register_buffer(name, getattr(candidates, name), persistent=False)
 
     def _candidates(self, num_in: int, num_out: int) -> Candidates:
         if self.patches is None:
-            return axis_candidates(num_in, num_out, areas=self.areas)
+            return axis_candidates(num_in, num_out)
         return grid_candidates(self.patches, num_in, num_out)
 
     def forward(self, num_in: int, num_out: int, noise: float) -> Float[Tensor, "n p"]:
-        candidates = Candidates(self.index, self.valid, self.anchor, self.home, self.part)
-        logits = self.logits
+        candidates, logits = Candidates(self.index, self.valid, self.anchor, self.home), self.logits
         if (num_in, num_out) != (self.num_in, self.num_out):
             other = self._candidates(num_in, num_out)
             candidates = Candidates(*(getattr(other, f).to(logits.device) for f in vars(other)))
@@ -96,10 +87,8 @@ class LearnedMerger(LTMMerger):
         super().__init__(site, config)
         self.keeps_grid = site.grid_in is not None
         if site.grid_in is not None and site.grid_out is not None:
-            # The letter's softmax, and a gradient of the whole mask, know tokens as in or out.
-            areas = config.mask_form == "masked" and config.space == "pooled"
-            self.rows = Axis(site.grid_in[0], site.grid_out[0], areas=areas)
-            self.columns = Axis(site.grid_in[1], site.grid_out[1], areas=areas)
+            self.rows = Axis(site.grid_in[0], site.grid_out[0])
+            self.columns = Axis(site.grid_in[1], site.grid_out[1])
         else:
             self.sequence = Axis(site.num_in, site.num_out, site.grid)
         self.noise = 1.0
