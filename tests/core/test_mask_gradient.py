@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from ltm.core import mask_gradient
@@ -124,6 +124,22 @@ def test_soft_labels_equal_autograd(problem: Problem) -> None:
         x.detach(), problem.pooled_centroids, costs, problem.beta, problem.present
     )
     assert_same(actual, expected, scale_of(problem.beta, costs, x))
+
+
+@given(problems())
+def test_the_prepared_gradient_is_the_same(problem: Problem) -> None:
+    x, centroids = (problem.mask.mT @ problem.tokens).mean(1), problem.pooled_centroids
+    assume(bool(problem.present.any()))
+    offsets = mask_gradient.class_offsets(centroids, problem.beta, problem.present)
+    costs = -problem.q.clamp_min(torch.finfo(torch.float32).tiny).log().mT.contiguous()
+    for labels in (None, problem.labels):
+        phi = class_membership(x, centroids, problem.beta, problem.present)
+        paid = psi(problem.q, phi if labels is None else labels)
+        expected = feature_gradient(x, centroids, paid, problem.beta, problem.present)
+        actual = mask_gradient.prepared_gradient(
+            x, centroids, offsets, costs, beta=problem.beta, labels=labels
+        )
+        assert_same(actual, expected, scale_of(problem.beta, paid, x))
 
 
 @given(problems())

@@ -10,8 +10,10 @@ The feature is either all merged tokens, flattened (token space, the paper's let
 are gradients, uphill; a descent step subtracts them.
 """
 
+from typing import cast
+
 import torch
-from jaxtyping import Bool, Float, Num
+from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
 from ltm.core import validation
@@ -70,6 +72,41 @@ def feature_gradient(
     phi = class_membership(features, centroids, beta, present)
     validation.check_shape("psi", psi, tuple(phi.shape), "samples by classes")
     return through_normalisation(features, membership_gradient(phi, psi, centroids, beta))
+
+
+def class_offsets(
+    centroids: Float[Tensor, "c d"], beta: float, present: Bool[Tensor, "c"]
+) -> Float[Tensor, "c"]:
+    """What class membership needs of the classes alone: `phi = softmax(offsets + 2 beta c f)`."""
+    offsets = -beta * widen(centroids.detach()).square().sum(-1)
+    return offsets.masked_fill(~present, torch.finfo(offsets.dtype).min)
+
+
+def prepared_gradient(
+    features: Float[Tensor, "b d"],
+    centroids: Float[Tensor, "c d"],
+    offsets: Float[Tensor, "c"],
+    costs: Float[Tensor, "y c"],
+    *,
+    beta: float,
+    labels: Int[Tensor, "b"] | None = None,
+) -> Float[Tensor, "b d"]:
+    """`feature_gradient` in few operations, for classes of which some are present.
+
+    `costs` are `-log Q`, transposed; without labels they are weighed by the membership itself.
+    Products are in the precision of the centroids.
+    """
+    with full_precision(features):
+        x = widen(features)
+        length = cast("Tensor", torch.linalg.vector_norm(x, dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
+        unit = x / length.clamp_min(ZERO_LENGTH)
+        logits = torch.addmm(offsets, unit.to(centroids.dtype), centroids.mT, alpha=2 * beta)
+        phi = widen(logits).softmax(-1)
+        psi = phi.detach().to(costs.dtype) @ costs if labels is None else costs[labels]
+        weights = 2 * beta * phi * (psi - (phi * psi).sum(-1, keepdim=True))
+        gradient = (weights.to(centroids.dtype) @ centroids).to(unit.dtype)
+        across = gradient - (gradient * unit).sum(-1, keepdim=True) * unit
+        return torch.where(length > ZERO_LENGTH, across / length.clamp_min(ZERO_LENGTH), 0)
 
 
 def token_gradient(

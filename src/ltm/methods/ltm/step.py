@@ -30,6 +30,7 @@ class InformativeStep(nn.Module):
     centroids: Tensor
     present: Tensor
     costs: Tensor
+    offsets: Tensor
 
     def __init__(self, num_classes: int, width: int, config: LTM) -> None:
         super().__init__()
@@ -38,6 +39,7 @@ class InformativeStep(nn.Module):
         self.register_buffer("present", torch.zeros(num_classes, dtype=torch.bool))
         # -log Q(a | y), transposed: soft labels times this are the costs psi.
         self.register_buffer("costs", torch.zeros(num_classes, num_classes))
+        self.register_buffer("offsets", torch.zeros(num_classes), persistent=False)
         standardised = config.step == "standardised"
         self.gain = nn.Parameter(torch.full((1,), config.gain)) if standardised else None
         self.mlp = nn.Linear(width, width) if config.mlp else None
@@ -53,24 +55,27 @@ class InformativeStep(nn.Module):
         self.costs.copy_(-statistics.q().clamp_min(torch.finfo(torch.float32).tiny).log().mT)
         # Before the first centroids there were no memberships, and so there is no Q yet.
         self.active = bool(statistics.membership.any())
+        self.prepare_()
+
+    def prepare_(self) -> None:
+        """Work out what depends on the statistics alone."""
+        offsets = mask_gradient.class_offsets(self.centroids, self.config.beta, self.present)
+        self.offsets.copy_(offsets)
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[arg-type]
         if not self.costs.is_meta:
             self.active = bool(self.costs.any())
+            self.prepare_()
 
     def direction(
         self, feature: Float[Tensor, "b d"], labels: Tensor | None
     ) -> Float[Tensor, "b d"]:
         """The gradient of the bound with respect to the feature, V in the paper's proposition."""
-        beta = self.config.beta
-        phi = clustering.class_membership(feature, self.centroids, beta, self.present)
-        if labels is None:
-            psi = phi.detach() @ self.costs.to(phi.dtype)
-        else:
-            psi = self.costs.to(phi.dtype)[labels]
-        gradient = mask_gradient.membership_gradient(phi, psi, self.centroids, beta)
-        return mask_gradient.through_normalisation(feature, gradient)
+        known = (self.centroids, self.offsets, self.costs)
+        return mask_gradient.prepared_gradient(
+            feature, *known, beta=self.config.beta, labels=labels
+        )
 
     def forward(
         self,
@@ -196,6 +201,7 @@ class LTMMerger(Merger):
         super().adopt_(other)
         if self.informative is not None:
             self.informative.active = bool(self.informative.costs.any())
+            self.informative.prepare_()
 
     def freeze_(self) -> None:
         self.statistics = None
