@@ -26,6 +26,11 @@ CASES = {
     "registers": {"num_prefix": 5, "attended": True, "channels": 72},
     "no prefix": {"num_prefix": 0, "sized": True, "channels": 40},
     "ties": {"attended": True, "tied": True},
+    "strong protection": {"attended": True, "protection": 60.0},
+    "hardly anything there": {"num_prefix": 0, "sized": True, "padded": True, "left": 2},
+    "nobody leaves": {"num_leaving": 0},
+    "several blocks": {"num_patches": 140, "num_leaving": 60, "sized": True, "attended": True},
+    "many images": {"images": 17, "channels": 16, "attended": True},
 }
 MODELS = {
     "default": ltm.LTM(ratio=0.7),
@@ -39,16 +44,18 @@ MODELS = {
 }  # fmt: skip
 
 
-def compare(num_prefix=1, channels=24, sized=False, attended=False, padded=False, tied=False):
+def compare(
+    num_prefix=1, channels=24, sized=False, attended=False, padded=False, tied=False, images=2,
+    num_patches=45, num_leaving=25, protection=1.0, left=None,
+):  # fmt: skip
     """The same decision, and the largest difference of merged tokens."""
     torch.manual_seed(0)
-    num_patches, num_leaving = 45, 25
-    shape = 2, num_patches + num_prefix
+    shape = images, num_patches + num_prefix
     tokens = torch.randn(*shape, channels, device=DEVICE) + 2
     size = torch.randint(1, 6, shape, device=DEVICE).float() if sized else None
     attention = torch.rand(shape, device=DEVICE) if attended else None
     if padded:
-        size[1, -4:] = 0
+        size[1, -4 if left is None else left :] = 0
     if tied:
         tokens[:, -8:] = tokens[:, -16:-8]
         attention[:, -16:] = 0.5
@@ -59,13 +66,14 @@ def compare(num_prefix=1, channels=24, sized=False, attended=False, padded=False
         attention=None if attention is None else attention[:, k:],
     )
     match = match_least_harm(
-        patches, num_leaving, protection=1.0, alternate=False, num_prefix=num_prefix
+        patches, num_leaving, protection=protection, alternate=False, num_prefix=num_prefix
     )
     weight = torch.ones(shape, device=DEVICE) if size is None else size
     merge = merge_in_order(match, weight, keep_norm=True)
     assignment, stays, leaves = kernels.assign(
-        tokens, size, attention, num_leaving=num_leaving, num_prefix=num_prefix, protection=1.0
-    )
+        tokens, size, attention, num_leaving=num_leaving, num_prefix=num_prefix,
+        protection=protection,
+    )  # fmt: skip
     gone = torch.zeros_like(match.leaves).scatter(1, leaves.long(), True)
     kept = torch.ones_like(match.leaves).scatter(1, stays.long(), False)
     found = {"leaves": bool((gone == match.leaves).all() and (kept == match.leaves).all())}

@@ -6,6 +6,7 @@ import pickle
 import threading
 
 import pytest
+import timm
 import torch
 
 import ltm
@@ -257,3 +258,18 @@ def test_peers_restore_the_grid(name):
     shape = model.forward_features(images).shape
     ltm.merge_tokens_(model, ltm.ToMe(ratio=0.9), size_of(name))
     assert model.forward_features(images).shape == shape
+
+
+@pytest.mark.parametrize(
+    "settings", [{"ratio": 0.8}, {"per_block": 0.8}, {"ratio": 0.8, "sites": (2,)}], ids=str
+)
+def test_swin_on_maps_that_its_windows_do_not_divide(settings):
+    small = {"img_size": 192, "depths": (1, 1, 2, 1), "embed_dim": 24, "num_heads": (1, 2, 4, 8)}
+    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **small).eval()
+    images = torch.rand(1, 3, 192, 192, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model(images)
+        ltm.merge_tokens_(model, ltm.LTM(**settings))
+        assert model(images).isfinite().all()
+        ltm.unmerge_tokens_(model)
+        torch.testing.assert_close(model(images), before)

@@ -33,8 +33,9 @@ def found():
 
 def test_decisions_are_the_same_and_merged_tokens_agree(found):
     for name, case in found["kernels"].items():
-        assert case["leaves"], name
-        assert case["assignment"], name
+        # Which of the tokens that are not there leaves is anybody's choice.
+        assert case["leaves"] or name == "hardly anything there", name
+        assert case["assignment"] or name == "hardly anything there", name
         assert case["merged True"] < 1e-5, name
         assert case["merged False"] < 1e-5, name
         assert case["sizes"] == 0, name
@@ -62,8 +63,8 @@ def test_what_trains_on_a_frozen_network_takes_the_plain_path(found):
 
 def test_they_are_for_inference_on_a_gpu():
     tokens = torch.zeros(1, 9, 4)
-    fused.enable()
+    before = fused.enable()
     try:
         assert not fused.takes(tokens)
     finally:
-        fused.enable(False)
+        fused.enable(before)

@@ -79,7 +79,7 @@ class MergingLayer(MergingMixin, HostBlock):
         if size is not None and size.shape[0] > 1:
             size = size.repeat_interleave(self.area, dim=0)
         attended = (
-            self.attn(self.norm1(x), attn_mask=attn_mask)
+            self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
             if size is None or not self.slot.proportional
             else proportional_attention(self.attn, self.norm1(x), size)
         )

@@ -65,7 +65,8 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
     def attend(self, x: Tensor, tokens: Tokens, windows: Windows) -> Tensor:
         """Window attention; the host's own wherever its map is the one it was built for."""
         size = tokens.size if self.slot.proportional else None
-        if size is None and windows.grid == tuple(cast("Grid", self.input_resolution)):
+        own = windows.window == tuple(cast("Grid", self.window_size))
+        if size is None and own and windows.grid == tuple(cast("Grid", self.input_resolution)):
             return self._attn(x)
         return windows.join(self.attn(windows.cut(x), mask=windows.mask(size, x)))
 
@@ -181,7 +182,7 @@ def _merged_grids(
 def _convert_block_(block: Any, config: MethodConfig, slot: Slot, grid: Grid | None) -> None:
     attach_merger_(block, config, slot.site)
     window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
-    if grid is not None:
+    if grid is not None and grid != tuple(block.input_resolution):
         window, shift = _fit_window_(block, grid, slot)
     block.slot, block.window, block.shift = slot, window, shift
     if block.merger is not None and block.merger.needs:
@@ -256,8 +257,7 @@ def _revert_block_(block: nn.Module) -> None:
     if not isinstance(block, MergingSwinBlock):
         return
     untap_(block.attn.qkv)
-    for name, value in block.slot.original.items():
-        setattr(block.attn, name, value)
+    _host_windows_(block)
     for name in ("merger", "slot", "window", "shift"):
         delattr(block, name)
     become_(block, SwinTransformerBlock)

@@ -44,7 +44,7 @@ class MergingBlock(MergingMixin, HostBlock):
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
         size = tokens.size if self.slot.proportional else None
         attended = (
-            self.attn(self.norm1(x), attn_mask=attn_mask)
+            self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
             if size is None
             else proportional_attention(self.attn, self.norm1(x), size)
         )
@@ -66,17 +66,18 @@ class MergingBlock(MergingMixin, HostBlock):
 def proportional_attention(attn: nn.Module, x: Tensor, size: Tensor) -> Tensor:
     """Attention to tokens that count as often as their size says."""
     host = cast("Attention", attn)
-    if not (_is_plain(host) and fused.takes(x, *host.qkv.parameters())):
+    if not (_is_plain(host) and fused.takes_attention(x, host.head_dim, *host.qkv.parameters())):
         return host(x, attn_mask=attention_bias(size, x.dtype))
     attended = fused.attention(host.qkv(x), size, host.num_heads, host.scale)
     return host.proj_drop(host.proj(attended))
 
 
 def _is_plain(attn: Attention) -> bool:
-    """Whether there is nothing but a softmax between the projections."""
+    """Whether there is nothing but a softmax between the projections, and nobody listens."""
     layers = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
     drops = attn.training and attn.attn_drop.p > 0
-    return not drops and all(y is None or isinstance(y, nn.Identity) for y in layers)
+    hooked = attn._forward_hooks or attn._forward_pre_hooks  # noqa: SLF001
+    return not (drops or hooked) and all(y is None or isinstance(y, nn.Identity) for y in layers)
 
 
 def attention_hints(

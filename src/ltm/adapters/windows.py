@@ -91,6 +91,13 @@ class WindowMerge(Merge):
         merged = self.inner(self.windows.cut(x.unflatten(1, self.windows.grid)))
         return merged.reshape(x.shape[0], -1, x.shape[2])
 
+    def apply(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor]:
+        grid = self.windows.grid
+        maps = x.new_ones(1, *grid, 1) if size is None else size.reshape(-1, *grid, 1)
+        inside = self.windows.cut(maps.expand(x.shape[0], -1, -1, -1))[..., 0]
+        merged, sizes = self.inner.apply(self.windows.cut(x.unflatten(1, grid)), inside.float())
+        return merged.reshape(x.shape[0], -1, x.shape[2]), sizes.reshape(x.shape[0], -1)
+
     def restore(self, y: Tensor) -> Tensor:
         windows = self.inner.restore(y.reshape(-1, self.inner.num_out, y.shape[2]))
         return self.windows.join(windows).flatten(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,6 +12,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+_PATCHING = threading.RLock()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -43,7 +46,8 @@ def run_on_meta(meta_model: nn.Module, inputs: Any) -> Any:
 @contextmanager
 def running_on_meta(meta_model: nn.Module) -> Generator[None, None, None]:
     """Whatever is called of the model inside is called for its shapes alone."""
-    with evaluating(meta_model), patch.object(torch, "autocast", _autocast), torch.no_grad():
+    autocast = patch.object(torch, "autocast", _autocast)
+    with _PATCHING, autocast, evaluating(meta_model), torch.no_grad():
         yield
 
 

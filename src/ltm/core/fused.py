@@ -13,6 +13,8 @@ h heads, d channels of a head.
 from __future__ import annotations
 
 import os
+import warnings
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,23 +23,28 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-MAX_TOKENS = 256
-"""Longer sequences do not fit into one program of a match; they take the plain path."""
+MAX_TOKENS, MAX_CHANNELS = 256, 1024
+"""What does not fit into one program of a match takes the plain path."""
+MAX_HEAD = 64
+"""Wider heads would need more shared memory than many GPUs have."""
+OLDEST = (7, 5)
+"""Compute capability of the oldest GPU that Triton builds for."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_enabled = os.environ.get("LTM_KERNELS", "1") == "1"
+_enabled = os.environ.get("LTM_KERNELS", "1") != "0"
 _installed = find_spec("triton") is not None
 
 
-def enable(on: bool = True) -> None:
-    """Use the kernels wherever they can be used, or nowhere."""
-    global _enabled  # noqa: PLW0603 - one switch for the process
-    _enabled = on
+def enable(on: bool = True) -> bool:
+    """Use the kernels wherever they can be used, or nowhere; returns what held before."""
+    global _enabled
+    before, _enabled = _enabled, on
+    return before
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels do the work on these tensors."""
-    if not (_enabled and _installed and _runs_on(x)) or torch.compiler.is_exporting():
+    if not (_enabled and _installed and _runs_on(x)) or _is_recorded():
         return False
     return not torch.is_grad_enabled() or not any(
         y is not None and y.requires_grad for y in (x, *others)
@@ -46,11 +53,44 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
 
 def takes_match(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels match and merge these tokens, `b t c`."""
-    return x.shape[1] <= MAX_TOKENS and takes(x, *others)
+    fits = x.shape[1] <= MAX_TOKENS and x.shape[2] <= MAX_CHANNELS
+    return fits and takes(x, *others)
+
+
+def takes_attention(x: Tensor, head_dim: int, *others: Tensor | None) -> bool:
+    """Whether a kernel attends, in heads of this width."""
+    return head_dim <= MAX_HEAD and takes(x, *others)
+
+
+def _is_recorded() -> bool:
+    """Exported networks have to run where these operators are not known."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _runs_on(x: Tensor) -> bool:
-    return x.is_cuda and torch.version.cuda is not None and x.dtype in _DTYPES
+    if not x.is_cuda or x.dtype not in _DTYPES or torch.version.cuda is None:
+        return False
+    # Compiled graphs need Triton themselves, and cannot be told to try.
+    return torch.compiler.is_compiling() or _works_on(x.device.index)
+
+
+@cache
+def _works_on(device: int) -> bool:
+    """Whether a kernel can be built and launched: that takes a C compiler, and no old GPU."""
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return False
+    try:
+        pool(torch.zeros(1, 2, 16, device=f"cuda:{device}"), None, 1)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the plain path works
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(
+            f"Triton's kernels do not run on cuda:{device} ({reason}); the plain torch path does "
+            "their work. LTM_KERNELS=0 chooses it without this warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _kernels() -> Any:
@@ -73,7 +113,8 @@ def assign(
     protection: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The place of each token after the merge, `b t`; who stays, `b p`; who leaves, `b r`."""
-    return _kernels().assign(tokens, size, attention, num_leaving, num_prefix, protection)
+    with torch.cuda.device_of(tokens):
+        return _kernels().assign(tokens, size, attention, num_leaving, num_prefix, protection)
 
 
 @assign.register_fake
@@ -104,7 +145,8 @@ def merge_groups(
     keep_norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """Weighted means of groups, `b p c`, and the sums of their sizes, `b p`."""
-    return _kernels().merge_groups(tokens, weight, size, assignment, stays, leaves, keep_norm)
+    with torch.cuda.device_of(tokens):
+        return _kernels().merge_groups(tokens, weight, size, assignment, stays, leaves, keep_norm)
 
 
 @merge_groups.register_fake
@@ -122,7 +164,8 @@ def _(
 )
 def importance(qkv: Tensor, size: Tensor | None, num_heads: int, scale: float) -> Tensor:
     """Attention received from the first token, a mean over heads, `b t (3 h d) -> b t`."""
-    return _kernels().importance(qkv, size, num_heads, scale)
+    with torch.cuda.device_of(qkv):
+        return _kernels().importance(qkv, size, num_heads, scale)
 
 
 @importance.register_fake
@@ -137,7 +180,8 @@ def _(qkv: Tensor, *_: Any) -> Tensor:
 )
 def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor:
     """Attention to keys that count as often as their size says, `b t (3 h d) -> b t (h d)`."""
-    return _kernels().attention(qkv, size, num_heads, scale)
+    with torch.cuda.device_of(qkv):
+        return _kernels().attention(qkv, size, num_heads, scale)
 
 
 @attention.register_fake
@@ -151,7 +195,8 @@ def _(qkv: Tensor, *_: Any) -> Tensor:
 )
 def pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     """The mean patch of every image by size, `b t c -> b c`."""
-    return _kernels().pool(tokens, size, num_prefix)
+    with torch.cuda.device_of(tokens):
+        return _kernels().pool(tokens, size, num_prefix)
 
 
 @pool.register_fake
@@ -175,7 +220,8 @@ def inform(
     num_prefix: int,
 ) -> tuple[Tensor, Tensor]:
     """Logits of patches, one step down the gradient, `b n`; weights of all tokens, `b t`."""
-    return _kernels().inform(tokens, gradient, size, carry, gain, eta, num_prefix)
+    with torch.cuda.device_of(tokens):
+        return _kernels().inform(tokens, gradient, size, carry, gain, eta, num_prefix)
 
 
 @inform.register_fake

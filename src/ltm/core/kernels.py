@@ -71,7 +71,10 @@ def _harm_kernel(
         total = tl.maximum(own_weight[:, None] + weight[None], 1e-6)
         apart = apart * (2 * own_weight[:, None] * weight[None] / total)
         open_ = open_ & (weight[None] > 0)
-    least = tl.min(tl.where(open_, apart, float("inf")), axis=1) * strength
+    # Within the choice: infinity times a strength of zero would be no number at all.
+    least = tl.min(tl.where(open_, apart * strength[:, None], float("inf")), axis=1)
+    if HAS_SIZE:
+        least = tl.where(own_weight <= 0, 0.0, least)  # what is not there leaves first
     blocks = tl.num_programs(2)
     tl.store(harm + (image * n + rows) * blocks + tl.program_id(2), least, mask=inside)
 
@@ -90,6 +93,7 @@ def _assign_kernel(
         mask=inside[:, None] & (parts < blocks)[None], other=float("inf"),
     )  # fmt: skip
     own = tl.min(own, axis=1)
+    own = tl.where(own == own, own, float("inf"))  # noqa: PLR0124 - not a number
     before = tl.zeros((TOKENS,), tl.int32)
     for first in range(0, n, ROWS):
         others = first + tl.arange(0, ROWS)
@@ -99,6 +103,7 @@ def _assign_kernel(
             mask=there[:, None] & (parts < blocks)[None], other=float("inf"),
         )  # fmt: skip
         theirs = tl.min(theirs, axis=1)
+        theirs = tl.where(theirs == theirs, theirs, float("inf"))  # noqa: PLR0124
         less = theirs[None] < own[:, None]
         tie = (theirs[None] == own[:, None]) & (others[None] < everyone[:, None])
         before += tl.sum(((less | tie) & there[None]).to(tl.int32), axis=1)
@@ -223,8 +228,10 @@ def _attention_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Attention of some queries of a head, to keys that count as often as their size says."""
-    image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    blocks = tl.cdiv(t, ROWS)
+    which = tl.program_id(0) // blocks
+    image, head = which // heads, which % heads
+    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     width = tl.arange(0, WIDTH)
     known, asking = width < d, rows < t
     row = 3 * heads * d
@@ -406,7 +413,7 @@ def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor
     out = qkv.new_empty(b, t, num_heads * d)
     size_, stride = _sizes(size, size)
     rows, columns, stages = (32, 64, 2) if b < FEW_IMAGES else (64, 32, 3)
-    _attention_kernel[triton.cdiv(t, rows), b * num_heads](
+    _attention_kernel[(triton.cdiv(t, rows) * b * num_heads,)](
         qkv.contiguous(), size_, out, t, num_heads, d, stride, scale,
         ROWS=rows, COLUMNS=columns, WIDTH=max(16, triton.next_power_of_2(d)),
         num_warps=4, num_stages=stages,

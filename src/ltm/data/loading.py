@@ -43,15 +43,22 @@ class Loader:
         batches: _Normalised | _Moved,
         dataset: Any,
         order: TrainingSampler | EvaluationSampler | ShardStream,
+        ahead: _Ahead | None = None,
     ) -> None:
         self.dataset = dataset
         self._batches = batches
         self._order = order
+        self._ahead = ahead
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order and random numbers come next."""
+    def set_epoch(self, epoch: int, *, more: bool = False) -> None:
+        """Choose the epoch whose order and random numbers come next.
+
+        Where `more` follow, workers begin the one after it when it has been handed out.
+        """
         if not isinstance(self._order, EvaluationSampler):
             self._order.set_epoch(epoch)
+        if self._ahead is not None:
+            self._ahead.more = more
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -143,17 +150,18 @@ def build_loader(
         # Its own, so that starting an epoch leaves the global generator alone.
         generator=torch.Generator().manual_seed(seed),
     )
-    source = batches
+    ahead = None
     if workers and isinstance(order, TrainingSampler):
-        source = _Ahead(batches, order)
+        ahead = _Ahead(batches, order)
+    source = ahead or batches
     if training and len(batches) == 0:
         raise ValueError(
             f"{len(order)} images for each process do not fill a batch of {batch_size}; "
             "use a smaller batch_size or more images"
         )
     if collate is not None:
-        return Loader(_Moved(source, device), dataset, order)
-    return Loader(_Normalised(source, spec or _UNCHANGED, device, dtype), dataset, order)
+        return Loader(_Moved(source, device), dataset, order, ahead)
+    return Loader(_Normalised(source, spec or _UNCHANGED, device, dtype), dataset, order, ahead)
 
 
 def training_loader(
@@ -218,12 +226,14 @@ class _SeededItems(Dataset[Any]):
 class _Ahead:
     """Training batches whose workers begin the next epoch as soon as one is handed out.
 
-    They work while the network is validated, and an epoch starts without a wait.
+    They work while the network is validated, and an epoch starts without a wait. `more` says
+    whether another epoch comes.
     """
 
     def __init__(self, batches: DataLoader[Any], order: TrainingSampler) -> None:
         self._batches, self._order = batches, order
         self._begun: tuple[int, Iterator[Any]] | None = None
+        self.more = False
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -232,9 +242,18 @@ class _Ahead:
         epoch, begun = self._order.epoch, self._begun
         self._begun = None
         yield from begun[1] if begun is not None and begun[0] == epoch else iter(self._batches)
-        self._order.set_epoch(epoch + 1)
-        self._begun = epoch + 1, iter(self._batches)
+        if self.more:
+            self._begin(epoch + 1)
+
+    def _begin(self, epoch: int) -> None:
+        chosen = self._order.epoch
         self._order.set_epoch(epoch)
+        try:
+            self._begun = epoch, iter(self._batches)
+        except RuntimeError:
+            pass  # a worker died; the epoch at hand is whole, and the next one says so
+        finally:
+            self._order.set_epoch(chosen)
 
 
 class _Normalised:

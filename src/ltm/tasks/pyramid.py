@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,20 +169,28 @@ def build_pyramid(
         **arguments,
     )
     if merging is not None:
-        merge_tokens_(network, for_maps(merging, network), canvas or image_size)
+        _merge_for_maps_(network, merging, canvas or image_size)
     return Pyramid(network, strides, restore=restore, canvas=canvas)
 
 
-def for_maps(merging: MethodConfig, network: nn.Module) -> MethodConfig:
-    """The config that suits feature maps, where it leaves the support open.
+def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size) -> None:
+    """Convert; where the config leaves the support open, with the one that suits feature maps.
 
     MobileViT puts matched tokens back at the end of a block, beside its whole shortcut; a learned
-    support shrinks its maps, and boxes lose much of their precision.
+    support shrinks its maps, and boxes lose much of their precision. It is for budgets that
+    matching cannot meet.
     """
-    leaves_open = isinstance(merging, LTM) and merging.support is None and merging.counts is None
-    if leaves_open and select_adapter(network).family == "mobilevit":
-        return dataclasses.replace(merging, support="matching")
-    return merging
+    is_open = (
+        isinstance(merging, LTM)
+        and merging.support is None
+        and merging.counts is None
+        and merging.support_on(grid=False) == "matching"
+    )
+    if is_open and select_adapter(network).family == "mobilevit":
+        with suppress(ValueError):
+            merge_tokens_(network, dataclasses.replace(merging, support="matching"), image_size)
+            return
+    merge_tokens_(network, merging, image_size)
 
 
 def check_backbone(name: str) -> None:

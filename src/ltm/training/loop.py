@@ -165,7 +165,7 @@ class Trainer:
         train_mode_(self.model)
         forget_sums_(self.model)
         loader, totals = self.loaders.train, Totals(self.fabric.device)
-        loader.set_epoch(epoch)
+        loader.set_epoch(epoch, more=epoch + 1 < self.settings.optim.epochs)
         watch = merging and self.settings.statistics_from_epoch and needs_statistics(self.model)
         paused = is_merging(self.model) and not merging
         title = f"epoch {epoch + 1}/{self.settings.optim.epochs}"

@@ -90,7 +90,10 @@ def _least_harm_free(
         rank = attention.argsort(dim=1, stable=True).argsort(dim=1)
     closed = _absent(rank[:, :, None] >= rank[:, None, :], size)
     cost = (distance * _ward(size, size)).masked_fill(closed, torch.inf).amin(dim=-1)
-    leaves = _smallest(_seen(cost, attention, protection), num_leaving)
+    seen = _seen(cost, attention, protection)
+    if size is not None:
+        seen = seen.masked_fill(size <= 0, 0)  # what is not there leaves first
+    leaves = _smallest(seen, num_leaving)
     target = distance.masked_fill(_absent(leaves[:, None], size), torch.inf).argmin(dim=-1)
     return leaves, target
 
