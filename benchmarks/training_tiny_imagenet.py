@@ -31,8 +31,9 @@ from torch import nn
 from training_report import Report, Row
 
 from ltm.api import report as report_of
+from ltm.data.batches import Batch
 from ltm.data.classification import open_splits
-from ltm.data.loading import Batch, evaluation_loader, training_loader
+from ltm.data.loading import evaluation_loader, training_loader
 from ltm.data.transforms import image_spec
 from ltm.training.budget import set_thresholds_
 from ltm.training.config import Settings, from_mapping

@@ -6,10 +6,11 @@ import timm
 import torch
 from PIL import Image
 
+from ltm.data.batches import Batch, to_device
 from ltm.data.classification import open_dataset
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.images import UnreadableImagesError, UnreadableImageWarning
-from ltm.data.loading import Batch, build_loader, evaluation_loader, to_device, training_loader
+from ltm.data.loading import build_loader, evaluation_loader, training_loader
 from ltm.data.shapes import ShapesClassification
 from ltm.data.shards import TarShards, expand_shards
 from ltm.data.transforms import ImageSpec, evaluation_transform, image_spec

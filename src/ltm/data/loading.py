@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
-from timm.data.loader import PrefetchLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ltm.data.batches import Ahead, Moved, Normalised
 from ltm.data.classification import LabelledImages
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.images import UnreadableImages, UnreadableImagesError
@@ -24,13 +24,6 @@ _PREFETCHED_BATCHES = 4  # per worker
 Collate = Callable[[Sequence[Any]], Any]
 
 
-class Batch(NamedTuple):
-    """Images (b c h w), normalised, and class indices (b), on the device."""
-
-    images: Tensor
-    labels: Tensor
-
-
 class Loader:
     """Batches of one process's share of a data set, the same ones whenever an epoch comes again.
 
@@ -40,10 +33,10 @@ class Loader:
 
     def __init__(
         self,
-        batches: _Normalised | _Moved,
+        batches: Normalised | Moved,
         dataset: Any,
         order: TrainingSampler | EvaluationSampler | ShardStream,
-        ahead: _Ahead | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.dataset = dataset
         self._batches = batches
@@ -152,7 +145,7 @@ def build_loader(
     )
     ahead = None
     if workers and isinstance(order, TrainingSampler):
-        ahead = _Ahead(batches, order)
+        ahead = Ahead(batches, order)
     source = ahead or batches
     if training and len(batches) == 0:
         raise ValueError(
@@ -160,8 +153,8 @@ def build_loader(
             "use a smaller batch_size or more images"
         )
     if collate is not None:
-        return Loader(_Moved(source, device), dataset, order, ahead)
-    return Loader(_Normalised(source, spec or _UNCHANGED, device, dtype), dataset, order, ahead)
+        return Loader(Moved(source, device), dataset, order, ahead)
+    return Loader(Normalised(source, spec or _UNCHANGED, device, dtype), dataset, order, ahead)
 
 
 def training_loader(
@@ -221,93 +214,6 @@ class _SeededItems(Dataset[Any]):
     def __getitem__(self, draw: Draw) -> Any:
         with random_numbers_of(draw.key):
             return self._dataset[draw.index]
-
-
-class _Ahead:
-    """Training batches whose workers begin the next epoch as soon as one is handed out.
-
-    They work while the network is validated, and an epoch starts without a wait. `more` says
-    whether another epoch comes.
-    """
-
-    def __init__(self, batches: DataLoader[Any], order: TrainingSampler) -> None:
-        self._batches, self._order = batches, order
-        self._begun: tuple[int, Iterator[Any]] | None = None
-        self.more = False
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, begun = self._order.epoch, self._begun
-        self._begun = None
-        yield from begun[1] if begun is not None and begun[0] == epoch else iter(self._batches)
-        if self.more:
-            self._begin(epoch + 1)
-
-    def _begin(self, epoch: int) -> None:
-        chosen = self._order.epoch
-        self._order.set_epoch(epoch)
-        try:
-            self._begun = epoch, iter(self._batches)
-        except RuntimeError:
-            pass  # a worker died; the epoch at hand is whole, and the next one says so
-        finally:
-            self._order.set_epoch(chosen)
-
-
-class _Normalised:
-    """`Batch`es, moved to the device by timm's prefetcher and normalised there."""
-
-    def __init__(
-        self,
-        batches: DataLoader[Any] | _Ahead,
-        spec: ImageSpec,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._batches = PrefetchLoader(
-            cast("DataLoader[Any]", batches),
-            mean=spec.mean,
-            std=spec.std,
-            device=device,
-            img_dtype=dtype,
-        )
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for images, labels in self._batches:
-            yield Batch(images, labels)
-
-
-class _Moved:
-    """Batches of any form, moved to the device as they are."""
-
-    def __init__(self, batches: DataLoader[Any] | _Ahead, device: torch.device) -> None:
-        self._batches = batches
-        self._device = device
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            yield to_device(batch, self._device)
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move all tensors within lists, tuples and dicts; leave everything else."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {name: to_device(part, device) for name, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(part, device) for part in value))
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(part, device) for part in value)
-    return value
 
 
 def _collate(items: Sequence[Any]) -> Any:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ltm.api import is_merging, merging_off, report
-from ltm.data.loading import Batch, Loader
+from ltm.data.batches import Batch
+from ltm.data.loading import Loader
 from ltm.data.sampling import make_key
 from ltm.data.transforms import BatchMixup
 from ltm.methods.base import Site

@@ -14,8 +14,9 @@ from rich.console import Console
 from torch import nn
 
 from ltm.api import conversion_of, is_merging, report, save
+from ltm.data.batches import Batch
 from ltm.data.classification import Splits, open_splits
-from ltm.data.loading import Batch, Loader, evaluation_loader, training_loader
+from ltm.data.loading import Loader, evaluation_loader, training_loader
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.training.budget import measure_share, set_thresholds_
 from ltm.training.checkpoint import Checkpoint, Checkpoints

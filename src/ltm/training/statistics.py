@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ltm.api import Record, collect_statistics_, is_merging, mergers, watching
 from ltm.core.cost import evaluating
-from ltm.data.loading import Batch
+from ltm.data.batches import Batch
 from ltm.methods.ltm.step import LTMMerger
 
 

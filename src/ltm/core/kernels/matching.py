@@ -1,10 +1,9 @@
-"""Triton kernels: who leaves an image and where to, the merge, attention that knows token sizes.
+"""Who leaves an image and where to, and the merge.
 
-Each is the plain torch path in one pass over the tokens; distances are kept in float32, so no token
-has to be centred first. Imported only where they run: on a GPU, or in Triton's interpreter.
+Distances are kept in float32, so no token has to be centred first.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, p tokens that stay (prefix
-included), c channels, h heads, d channels of a head.
+included), r tokens that leave, c channels.
 """
 
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
@@ -16,10 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-SMALLEST_SIZE = tl.constexpr(1e-10)
-FEW_IMAGES = 16
-"""Batches below this leave most of a GPU idle: smaller programs finish earlier."""
+from ltm.core.kernels.launch import FEW_IMAGES, sizes_of
 
 
 @triton.jit
@@ -196,143 +192,6 @@ def _merge_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _importance_kernel(
-    qkv, size, importance, t, heads, d, size_stride, scale,
-    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The attention that every token of an image receives from the first in one head."""
-    image, head = tl.program_id(0), tl.program_id(1)
-    everyone, width = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
-    inside, known = everyone < t, width < d
-    row = 3 * heads * d
-    start = qkv + image.to(tl.int64) * t * row
-    query = tl.load(start + head * d + width, mask=known, other=0.0).to(tl.float32)
-    key = tl.load(
-        start + everyone[:, None] * row + (heads + head) * d + width[None],
-        mask=inside[:, None] & known[None], other=0.0,
-    )  # fmt: skip
-    scores = tl.sum(key.to(tl.float32) * query[None], axis=1) * scale
-    if HAS_SIZE:
-        found = tl.load(size + image * size_stride + everyone, mask=inside, other=1.0)
-        scores += tl.log(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
-    scores = tl.where(inside, scores, float("-inf"))
-    scores = tl.exp(scores - tl.max(scores, axis=0))
-    received = scores / tl.sum(scores, axis=0)
-    tl.store(importance + (image * heads + head) * t + everyone, received, mask=inside)
-
-
-@triton.jit
-def _attention_kernel(
-    qkv, size, out, t, heads, d, size_stride, scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Attention of some queries of a head, to keys that count as often as their size says."""
-    blocks = tl.cdiv(t, ROWS)
-    which = tl.program_id(0) // blocks
-    image, head = which // heads, which % heads
-    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    width = tl.arange(0, WIDTH)
-    known, asking = width < d, rows < t
-    row = 3 * heads * d
-    start = qkv + image.to(tl.int64) * t * row + head * d
-    query = tl.load(
-        start + rows[:, None] * row + width[None], mask=asking[:, None] & known[None], other=0.0
-    )
-    largest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    answer = tl.zeros((ROWS, WIDTH), tl.float32)
-    for first in range(0, t, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        there = columns < t
-        place = start + columns[:, None] * row + width[None]
-        valid = there[:, None] & known[None]
-        key = tl.load(place + heads * d, mask=valid, other=0.0)
-        value = tl.load(place + 2 * heads * d, mask=valid, other=0.0)
-        found = tl.load(size + image * size_stride + columns, mask=there, other=1.0)
-        bias = tl.log2(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
-        scores = tl.where(there[None], scores + bias[None], float("-inf"))
-        now = tl.maximum(largest, tl.max(scores, axis=1))
-        scores = tl.exp2(scores - now[:, None])
-        before = tl.exp2(largest - now)
-        total = total * before + tl.sum(scores, axis=1)
-        answer = answer * before[:, None]
-        answer = tl.dot(scores.to(value.dtype), value, answer, input_precision="ieee")
-        largest = now
-    answer = answer / total[:, None]
-    tl.store(
-        out + (image.to(tl.int64) * t + rows[:, None]) * heads * d + head * d + width[None],
-        answer.to(out.dtype.element_ty), mask=asking[:, None] & known[None],
-    )  # fmt: skip
-
-
-@triton.jit
-def _pool_kernel(
-    tokens, size, pooled, t, k, c, size_stride,
-    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Some channels of the mean patch of an image, by size."""
-    image = tl.program_id(0)
-    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    known = channels < c
-    total = 0.0
-    mean = tl.zeros((CHANNELS,), tl.float32)
-    for first in range(k, t, TOKENS):
-        some = first + tl.arange(0, TOKENS)
-        there = some < t
-        weight = tl.where(there, 1.0, 0.0)
-        if HAS_SIZE:
-            weight = tl.load(size + image * size_stride + some, mask=there, other=0.0)
-            weight = weight.to(tl.float32)
-        x = tl.load(
-            tokens + (image.to(tl.int64) * t + some[:, None]) * c + channels[None],
-            mask=there[:, None] & known[None], other=0.0,
-        )  # fmt: skip
-        mean += tl.sum(x.to(tl.float32) * weight[:, None], axis=0)
-        total += tl.sum(weight, axis=0)
-    tl.store(pooled + image * c + channels, mean / total, mask=known)
-
-
-@triton.jit
-def _inform_kernel(
-    tokens, gradient, size, carry, gain, logits, weight, t, k, c, size_stride, carry_stride, eta,
-    HAS_SIZE: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """The logits of an image's patches, one step down the gradient, and what tokens weigh."""
-    image = tl.program_id(0)
-    everyone = tl.arange(0, TOKENS)
-    inside, patch = everyone < t, (everyone >= k) & (everyone < t)
-    start = tokens + image.to(tl.int64) * t * c
-    found = tl.zeros((TOKENS,), tl.float32)
-    for channel in range(0, c, CHANNELS):
-        channels = channel + tl.arange(0, CHANNELS)
-        known = channels < c
-        x = tl.load(
-            start + everyone[:, None] * c + channels[None],
-            mask=patch[:, None] & known[None], other=0.0,
-        )  # fmt: skip
-        slope = tl.load(gradient + image * c + channels, mask=known, other=0.0)
-        found -= tl.sum(x.to(tl.float32) * slope[None], axis=1)
-    if HAS_GAIN:
-        number = t - k
-        found -= tl.sum(tl.where(patch, found, 0.0), axis=0) / number
-        square = tl.sum(tl.where(patch, found * found, 0.0), axis=0) / number
-        found = tl.load(gain).to(tl.float32) * found / (tl.sqrt(square) + 1e-6)
-    found = found * eta
-    if HAS_CARRY:
-        found += tl.load(carry + image * carry_stride + everyone - k, mask=patch, other=0.0)
-    found = tl.minimum(tl.maximum(found, -8.0), 8.0)
-    tl.store(logits + image * (t - k) + everyone - k, found, mask=patch)
-    counted = tl.full((TOKENS,), 1.0, tl.float32)
-    if HAS_SIZE:
-        counted = tl.load(size + image * size_stride + everyone, mask=inside, other=0.0)
-        counted = counted.to(tl.float32)
-    counted = tl.where(patch, counted * tl.exp(found), counted)
-    tl.store(weight + image * t + everyone, counted, mask=inside)
-
-
 def assign(
     tokens: Tensor,
     size: Tensor | None,
@@ -352,7 +211,7 @@ def assign(
     assignment = torch.empty(b, t, device=device, dtype=torch.int64)
     stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
     leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
-    size_, stride = _sizes(size, harm)
+    size_, stride = sizes_of(size, harm)
     attention_ = harm if attention is None else attention.float().contiguous()
     _harm_kernel[b, blocks, blocks](
         tokens, size_, attention_, distance, harm, t, num_prefix, c, stride, protection,
@@ -383,7 +242,7 @@ def merge_groups(
     tokens = tokens.contiguous()
     merged = tokens.new_empty(b, num_places, c)
     merged_size = torch.empty(b, num_places, device=tokens.device)
-    size_, stride = _sizes(size, merged_size)
+    size_, stride = sizes_of(size, merged_size)
     _merge_kernel[b, triton.cdiv(num_places, 16)](
         tokens, weight.float().expand(b, t).contiguous(), size_, assignment, stays, leaves,
         merged, merged_size, t, num_places, leaves.shape[1], c, stride,
@@ -391,75 +250,3 @@ def merge_groups(
         PLACES=16, LEAVING=16, CHANNELS=triton.next_power_of_2(c), num_warps=8,
     )  # fmt: skip
     return merged, merged_size
-
-
-def importance(qkv: Tensor, size: Tensor | None, num_heads: int, scale: float) -> Tensor:
-    """Attention received from the first token, from the output of a `qkv` projection."""
-    b, t, width = qkv.shape
-    d = width // (3 * num_heads)
-    found = torch.empty(b, num_heads, t, device=qkv.device)
-    size_, stride = _sizes(size, found)
-    _importance_kernel[b, num_heads](
-        qkv.contiguous(), size_, found, t, num_heads, d, stride, scale, HAS_SIZE=size is not None,
-        TOKENS=triton.next_power_of_2(t), WIDTH=triton.next_power_of_2(d), num_warps=4,
-    )  # fmt: skip
-    return found.mean(dim=1)
-
-
-def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor:
-    """Proportional attention, from the output of a `qkv` projection to the input of `proj`."""
-    b, t, width = qkv.shape
-    d = width // (3 * num_heads)
-    out = qkv.new_empty(b, t, num_heads * d)
-    size_, stride = _sizes(size, size)
-    rows, columns, stages = (32, 64, 2) if b < FEW_IMAGES else (64, 32, 3)
-    _attention_kernel[(triton.cdiv(t, rows) * b * num_heads,)](
-        qkv.contiguous(), size_, out, t, num_heads, d, stride, scale,
-        ROWS=rows, COLUMNS=columns, WIDTH=max(16, triton.next_power_of_2(d)),
-        num_warps=4, num_stages=stages,
-    )  # fmt: skip
-    return out
-
-
-def pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
-    """The mean patch of every image, by size."""
-    b, t, c = tokens.shape
-    pooled = torch.empty(b, c, device=tokens.device)
-    size_, stride = _sizes(size, pooled)
-    _pool_kernel[b, triton.cdiv(c, 64)](
-        tokens.contiguous(), size_, pooled, t, num_prefix, c, stride,
-        HAS_SIZE=size is not None, TOKENS=64, CHANNELS=64, num_warps=4,
-    )  # fmt: skip
-    return pooled
-
-
-def inform(
-    tokens: Tensor,
-    gradient: Tensor,
-    size: Tensor | None,
-    carry: Tensor | None,
-    gain: Tensor | None,
-    eta: float,
-    num_prefix: int,
-) -> tuple[Tensor, Tensor]:
-    """Logits of patches, one step down the gradient, and the weights of all tokens."""
-    b, t, c = tokens.shape
-    logits = torch.empty(b, t - num_prefix, device=tokens.device)
-    weight = torch.empty(b, t, device=tokens.device)
-    size_, stride = _sizes(size, weight)
-    carry_, carry_stride = _sizes(None if carry is None else carry.float(), weight)
-    _inform_kernel[(b,)](
-        tokens.contiguous(), gradient.float().contiguous(), size_, carry_,
-        weight if gain is None else gain, logits, weight, t, num_prefix, c, stride, carry_stride,
-        eta, HAS_SIZE=size is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
-        TOKENS=triton.next_power_of_2(t), CHANNELS=64, num_warps=8,
-    )  # fmt: skip
-    return logits, weight
-
-
-def _sizes(size: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:
-    """Sizes, and the step from one image to the next: none where all share them."""
-    if size is None:
-        return nothing, 0
-    size = size.contiguous()
-    return size, 0 if size.shape[0] == 1 else size.shape[1]

@@ -1,0 +1,10 @@
+"""Triton kernels. Each is the plain torch path in one pass over the tokens.
+
+Imported only where they run: on a GPU, or in Triton's interpreter.
+"""
+
+from ltm.core.kernels.attention import attention, importance
+from ltm.core.kernels.matching import assign, merge_groups
+from ltm.core.kernels.weighing import inform, pool
+
+__all__ = ["assign", "attention", "importance", "inform", "merge_groups", "pool"]
