@@ -68,3 +68,16 @@ def test_they_are_for_inference_on_a_gpu():
         assert not fused.takes(tokens)
     finally:
         fused.enable(before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels can be built")
+def test_where_they_cannot_be_built_the_plain_path_is_taken_with_a_warning(monkeypatch):
+    capability = {"value": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability["value"])
+    fused._works_on.cache_clear()
+    with pytest.warns(RuntimeWarning, match="LTM_KERNELS=0"):
+        assert not fused._works_on(0)
+    capability["value"] = (6, 1)
+    fused._works_on.cache_clear()
+    assert not fused._works_on(0)
+    fused._works_on.cache_clear()
