@@ -31,9 +31,9 @@ from ltm.adapters.base import (
 from ltm.adapters.grids import POOL, MergingGridModel, convert_model_, revert_model_
 from ltm.adapters.state import Tokens, TokenState
 from ltm.adapters.vit import (
+    attend,
     attention_hints,
     convert_block_,
-    proportional_attention,
     revert_block_,
 )
 from ltm.core.merge import restore_through
@@ -78,11 +78,8 @@ class MergingLayer(MergingMixin, HostBlock):
         size = tokens.size
         if size is not None and size.shape[0] > 1:
             size = size.repeat_interleave(self.area, dim=0)
-        attended = (
-            self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
-            if size is None or not self.slot.proportional
-            else proportional_attention(self.attn, self.norm1(x), size)
-        )
+        counted = size if self.slot.proportional else None
+        attended = attend(self.attn, self.norm1(x), counted, attn_mask, is_causal)
         z = x + self.drop_path1(self.ls1(attended))
         z = self.merge_pixels(z, tokens, size)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))

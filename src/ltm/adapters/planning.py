@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -143,17 +144,21 @@ class Planner:
     def _within(self, ratio: float) -> Counts:
         if ratio == 1:
             return {}
-        few = self.layout.sites if self.keeps_grid and self.config.sites is None else None
-        if few is not None:
-            everywhere, self.chosen = self.chosen, few
-            try:
-                counts = self._fitted(ratio)
-                if self.cost(counts) >= (1 - _NEAR) * ratio * self.macs_before:
-                    return counts
-            except ValueError:
-                pass  # too few to get there
-            self.chosen = everywhere
-        return self._fitted(ratio)
+        counts = self._with_few_sites(ratio)
+        return self._fitted(ratio) if counts is None else counts
+
+    def _with_few_sites(self, ratio: float) -> Counts | None:
+        """A plan for the sites that suit the network best, if it comes near the budget."""
+        few = self.layout.sites
+        if few is None or not self.keeps_grid or self.config.sites is not None:
+            return None
+        everywhere, self.chosen = self.chosen, few
+        with suppress(ValueError):  # too few to get there
+            counts = self._fitted(ratio)
+            if self.cost(counts) >= (1 - _NEAR) * ratio * self.macs_before:
+                return counts
+        self.chosen = everywhere
+        return None
 
     def _fitted(self, ratio: float) -> Counts:
         budget = ratio * self.macs_before

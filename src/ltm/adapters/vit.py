@@ -43,11 +43,7 @@ class MergingBlock(MergingMixin, HostBlock):
         if (attn_mask is not None or is_causal) and tokens.merges:
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
         size = tokens.size if self.slot.proportional else None
-        attended = (
-            self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
-            if size is None
-            else proportional_attention(self.attn, self.norm1(x), size)
-        )
+        attended = attend(self.attn, self.norm1(x), size, attn_mask, is_causal)
         z = x + self.drop_path1(self.ls1(attended))
         z, *_ = self.merge(z, tokens)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
@@ -63,9 +59,13 @@ class MergingBlock(MergingMixin, HostBlock):
         return merger(z, dataclasses.replace(hints, **found))
 
 
-def proportional_attention(attn: nn.Module, x: Tensor, size: Tensor) -> Tensor:
-    """Attention to tokens that count as often as their size says."""
+def attend(
+    attn: nn.Module, x: Tensor, size: Tensor | None, mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """The host's attention; with sizes, to tokens that count as often as their size says."""
     host = cast("Attention", attn)
+    if size is None:
+        return host(x, attn_mask=mask, is_causal=is_causal)
     if not (_is_plain(host) and fused.takes_attention(x, host.head_dim, *host.qkv.parameters())):
         return host(x, attn_mask=attention_bias(size, x.dtype))
     attended = fused.attention(host.qkv(x), size, host.num_heads, host.scale)

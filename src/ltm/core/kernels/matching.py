@@ -76,30 +76,32 @@ def _harm_kernel(
 
 
 @triton.jit
+def _least_harm(harm, rows, inside, blocks, BLOCKS: tl.constexpr):
+    """The least harm of some tokens over all blocks of partners; infinite where it is no number."""
+    parts = tl.arange(0, BLOCKS)
+    found = tl.load(
+        harm + rows[:, None] * blocks + parts[None],
+        mask=inside[:, None] & (parts < blocks)[None], other=float("inf"),
+    )  # fmt: skip
+    least = tl.min(found, axis=1)
+    return tl.where(least == least, least, float("inf"))  # noqa: PLR0124
+
+
+@triton.jit
 def _assign_kernel(
     distance, harm, size, assignment, stays, leaves, t, k, num_leaving, size_stride, blocks,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Who leaves an image, in what order, and the place of some of its tokens after the merge."""
     image, n = tl.program_id(0), t - k
-    everyone, parts = tl.arange(0, TOKENS), tl.arange(0, BLOCKS)
+    everyone = tl.arange(0, TOKENS)
     inside = everyone < n
-    own = tl.load(
-        harm + (image * n + everyone[:, None]) * blocks + parts[None],
-        mask=inside[:, None] & (parts < blocks)[None], other=float("inf"),
-    )  # fmt: skip
-    own = tl.min(own, axis=1)
-    own = tl.where(own == own, own, float("inf"))  # noqa: PLR0124 - not a number
+    own = _least_harm(harm, image * n + everyone, inside, blocks, BLOCKS)
     before = tl.zeros((TOKENS,), tl.int32)
     for first in range(0, n, ROWS):
         others = first + tl.arange(0, ROWS)
         there = others < n
-        theirs = tl.load(
-            harm + (image * n + others[:, None]) * blocks + parts[None],
-            mask=there[:, None] & (parts < blocks)[None], other=float("inf"),
-        )  # fmt: skip
-        theirs = tl.min(theirs, axis=1)
-        theirs = tl.where(theirs == theirs, theirs, float("inf"))  # noqa: PLR0124
+        theirs = _least_harm(harm, image * n + others, there, blocks, BLOCKS)
         less = theirs[None] < own[:, None]
         tie = (theirs[None] == own[:, None]) & (others[None] < everyone[:, None])
         before += tl.sum(((less | tie) & there[None]).to(tl.int32), axis=1)
@@ -131,6 +133,17 @@ def _assign_kernel(
 
 
 @triton.jit
+def _comers(weight, assignment, leaves, places, image, first, t, r, LEAVING: tl.constexpr):
+    """Some of the tokens that leave, what they weigh, and which of them come to these places."""
+    turns = first + tl.arange(0, LEAVING)
+    there = turns < r
+    who = tl.load(leaves + image * r + turns, mask=there, other=0)
+    goes = tl.load(assignment + image * t + who, mask=there, other=-1).to(tl.int32)
+    brings = tl.load(weight + image * t + who, mask=there, other=0.0)
+    return who, brings, (goes[None] == places[:, None]) & (brings[None] > 0)
+
+
+@triton.jit
 def _merge_kernel(
     tokens, weight, size, assignment, stays, leaves, merged, merged_size, t, p, r, c, size_stride,
     KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr,
@@ -139,7 +152,7 @@ def _merge_kernel(
     """Some merged tokens and their sizes: of those that leave, only who comes here is read."""
     image = tl.program_id(0)
     places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
-    channels, some = tl.arange(0, CHANNELS), tl.arange(0, LEAVING)
+    channels = tl.arange(0, CHANNELS)
     valid, known = places < p, channels < c
     start = tokens + image.to(tl.int64) * t * c
     own = tl.load(stays + image * p + places, mask=valid, other=0)
@@ -150,15 +163,13 @@ def _merge_kernel(
     counted = tl.where(share > 0, counted, 0.0)
     total = share
     for first in range(0, r, LEAVING):
-        there = first + some < r
-        who = tl.load(leaves + image * r + first + some, mask=there, other=0)
-        goes = tl.load(assignment + image * t + who, mask=there, other=-1).to(tl.int32)
-        brings = tl.load(weight + image * t + who, mask=there, other=0.0)
-        member = (goes[None] == places[:, None]) & (brings[None] > 0)
+        who, brings, member = _comers(
+            weight, assignment, leaves, places, image, first, t, r, LEAVING
+        )
         total += tl.sum(tl.where(member, brings[None], 0.0), axis=1)
         more = tl.full((LEAVING,), 1.0, tl.float32)
         if HAS_SIZE:
-            more = tl.load(size + image * size_stride + who, mask=there, other=0.0).to(tl.float32)
+            more = tl.load(size + image * size_stride + who).to(tl.float32)
         counted += tl.sum(tl.where(member, more[None], 0.0), axis=1)
     tl.store(merged_size + image * p + places, counted, mask=valid)
     total = tl.maximum(total, 1e-12)
@@ -168,11 +179,9 @@ def _merge_kernel(
     largest = tl.where(share > 0, tl.sum(x * x, axis=1), 0.0)
     mean = x * (share / total)[:, None]
     for first in range(0, r, LEAVING):
-        there = first + some < r
-        who = tl.load(leaves + image * r + first + some, mask=there, other=0)
-        goes = tl.load(assignment + image * t + who, mask=there, other=-1).to(tl.int32)
-        brings = tl.load(weight + image * t + who, mask=there, other=0.0)
-        member = (goes[None] == places[:, None]) & (brings[None] > 0)
+        who, brings, member = _comers(
+            weight, assignment, leaves, places, image, first, t, r, LEAVING
+        )
         comes = tl.max(member.to(tl.int32), axis=0) > 0
         y = tl.load(
             start + who[:, None] * c + channels[None], mask=comes[:, None] & known[None], other=0.0
