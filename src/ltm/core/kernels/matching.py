@@ -91,6 +91,7 @@ def _least_harm(harm, rows, inside, blocks, BLOCKS: tl.constexpr):
 def _assign_kernel(
     distance, harm, size, assignment, stays, leaves, t, k, num_leaving, size_stride, blocks,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    RIVALS: tl.constexpr,
 ):  # fmt: skip
     """Who leaves an image, in what order, and the place of some of its tokens after the merge."""
     image, n = tl.program_id(0), t - k
@@ -98,8 +99,8 @@ def _assign_kernel(
     inside = everyone < n
     own = _least_harm(harm, image * n + everyone, inside, blocks, BLOCKS)
     before = tl.zeros((TOKENS,), tl.int32)
-    for first in range(0, n, ROWS):
-        others = first + tl.arange(0, ROWS)
+    for first in range(0, n, RIVALS):
+        others = first + tl.arange(0, RIVALS)
         there = others < n
         theirs = _least_harm(harm, image * n + others, there, blocks, BLOCKS)
         less = theirs[None] < own[:, None]
@@ -133,72 +134,45 @@ def _assign_kernel(
 
 
 @triton.jit
-def _comers(weight, assignment, leaves, places, image, first, t, r, LEAVING: tl.constexpr):
-    """Some of the tokens that leave, what they weigh, and which of them come to these places."""
-    turns = first + tl.arange(0, LEAVING)
-    there = turns < r
-    who = tl.load(leaves + image * r + turns, mask=there, other=0)
-    goes = tl.load(assignment + image * t + who, mask=there, other=-1).to(tl.int32)
-    brings = tl.load(weight + image * t + who, mask=there, other=0.0)
-    return who, brings, (goes[None] == places[:, None]) & (brings[None] > 0)
-
-
-@triton.jit
 def _merge_kernel(
-    tokens, weight, size, assignment, stays, leaves, merged, merged_size, t, p, r, c, size_stride,
-    KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr,
-    PLACES: tl.constexpr, LEAVING: tl.constexpr, CHANNELS: tl.constexpr,
+    tokens, weight, size, assignment, stays, leaves, merged, merged_size, t, p, r, c,
+    weight_stride, size_stride,
+    KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr, LEAVING: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some merged tokens and their sizes: of those that leave, only who comes here is read."""
-    image = tl.program_id(0)
-    places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
-    channels = tl.arange(0, CHANNELS)
-    valid, known = places < p, channels < c
-    start = tokens + image.to(tl.int64) * t * c
-    own = tl.load(stays + image * p + places, mask=valid, other=0)
-    share = tl.load(weight + image * t + own, mask=valid, other=0.0)
-    counted = tl.full((PLACES,), 1.0, tl.float32)
+    """One merged token and its size: of those that leave, only who comes here is read."""
+    image, place = tl.program_id(0) // p, tl.program_id(0) % p
+    weights, sizes = weight + image * weight_stride, size + image * size_stride
+    turns, channels = tl.arange(0, LEAVING), tl.arange(0, CHANNELS)
+    who = tl.load(leaves + image * r + turns, mask=turns < r, other=0)
+    goes = tl.load(assignment + image * t + who, mask=turns < r, other=-1).to(tl.int32)
+    brings = tl.load(weights + who, mask=goes == place, other=0.0)
+    comes = brings > 0
+    own = tl.load(stays + image * p + place)
+    share = tl.load(weights + own)
+    total = tl.maximum(share + tl.sum(tl.where(comes, brings, 0.0), axis=0), 1e-12)
     if HAS_SIZE:
-        counted = tl.load(size + image * size_stride + own, mask=valid, other=0.0).to(tl.float32)
-    counted = tl.where(share > 0, counted, 0.0)
-    total = share
-    for first in range(0, r, LEAVING):
-        who, brings, member = _comers(
-            weight, assignment, leaves, places, image, first, t, r, LEAVING
-        )
-        total += tl.sum(tl.where(member, brings[None], 0.0), axis=1)
-        more = tl.full((LEAVING,), 1.0, tl.float32)
-        if HAS_SIZE:
-            more = tl.load(size + image * size_stride + who).to(tl.float32)
-        counted += tl.sum(tl.where(member, more[None], 0.0), axis=1)
-    tl.store(merged_size + image * p + places, counted, mask=valid)
-    total = tl.maximum(total, 1e-12)
-    x = tl.load(
-        start + own[:, None] * c + channels[None], mask=valid[:, None] & known[None], other=0.0
-    ).to(tl.float32)
-    largest = tl.where(share > 0, tl.sum(x * x, axis=1), 0.0)
-    mean = x * (share / total)[:, None]
-    for first in range(0, r, LEAVING):
-        who, brings, member = _comers(
-            weight, assignment, leaves, places, image, first, t, r, LEAVING
-        )
-        comes = tl.max(member.to(tl.int32), axis=0) > 0
-        y = tl.load(
-            start + who[:, None] * c + channels[None], mask=comes[:, None] & known[None], other=0.0
-        )
-        mask = tl.where(member, brings[None] / total[:, None], 0.0).to(y.dtype)
-        mean = tl.dot(mask, y, mean, input_precision="ieee")
-        if KEEP_NORM:
-            square = tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
-            square = tl.max(tl.where(member, square[None], 0.0), axis=1)
-            largest = tl.maximum(largest, square)
+        more = tl.load(sizes + who, mask=comes, other=0.0).to(tl.float32)
+        counted = tl.where(share > 0, tl.load(sizes + own).to(tl.float32), 0.0) + tl.sum(more, 0)
+    else:
+        counted = tl.where(share > 0, 1.0, 0.0) + tl.sum(comes.to(tl.float32), axis=0)
+    tl.store(merged_size + image * p + place, counted)
+    start = tokens + image.to(tl.int64) * t * c + channels
+    x = tl.load(start + own * c, mask=channels < c, other=0.0).to(tl.float32)
+    largest = tl.where(share > 0, tl.sum(x * x, axis=0), 0.0)
+    mean = x * (share / total)
+    last = -1
+    for _ in range(tl.sum(comes.to(tl.int32), axis=0)):
+        last = tl.min(tl.where(comes & (turns > last), turns, LEAVING), axis=0)
+        token = tl.sum(tl.where(turns == last, who, 0), axis=0)
+        part = tl.sum(tl.where(turns == last, brings, 0.0), axis=0) / total
+        y = tl.load(start + token * c, mask=channels < c, other=0.0).to(tl.float32)
+        mean += part * y
+        largest = tl.maximum(largest, tl.sum(y * y, axis=0))
     if KEEP_NORM:
-        length = tl.sqrt(tl.sum(mean * mean, axis=1))
-        mean = mean * (tl.sqrt(largest) / tl.maximum(length, 1e-12))[:, None]
-    tl.store(
-        merged + (image.to(tl.int64) * p + places[:, None]) * c + channels[None],
-        mean.to(merged.dtype.element_ty), mask=valid[:, None] & known[None],
-    )  # fmt: skip
+        length = tl.sqrt(tl.sum(mean * mean, axis=0))
+        mean = mean * (tl.sqrt(largest) / tl.maximum(length, 1e-12))
+    out = merged + (image.to(tl.int64) * p + place) * c + channels
+    tl.store(out, mean.to(merged.dtype.element_ty), mask=channels < c)
 
 
 def assign(
@@ -227,11 +201,12 @@ def assign(
         HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
         ROWS=side, COLUMNS=side, CHANNELS=64, num_warps=4, num_stages=3,
     )  # fmt: skip
-    some = 16 if b < FEW_IMAGES else 32
+    some, rivals = (16, 64) if b < FEW_IMAGES else (32, 32)
     _assign_kernel[b, triton.cdiv(n, some)](
         distance, harm, size_, assignment, stays, leaves, t, num_prefix, num_leaving, stride,
         blocks, HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t),
-        BLOCKS=triton.next_power_of_2(blocks), ROWS=some, num_warps=4,
+        BLOCKS=triton.next_power_of_2(blocks), ROWS=some, RIVALS=rivals,
+        num_warps=4,
     )  # fmt: skip
     return assignment, stays, leaves
 
@@ -251,11 +226,14 @@ def merge_groups(
     tokens = tokens.contiguous()
     merged = tokens.new_empty(b, num_places, c)
     merged_size = torch.empty(b, num_places, device=tokens.device)
+    weight_, weight_stride = sizes_of(weight.float(), merged_size)
     size_, stride = sizes_of(size, merged_size)
-    _merge_kernel[b, triton.cdiv(num_places, 16)](
-        tokens, weight.float().expand(b, t).contiguous(), size_, assignment, stays, leaves,
-        merged, merged_size, t, num_places, leaves.shape[1], c, stride,
+    num_leaving = leaves.shape[1]
+    _merge_kernel[(b * num_places,)](
+        tokens, weight_, size_, assignment, stays, leaves, merged, merged_size,
+        t, num_places, num_leaving, c, weight_stride, stride,
         KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
-        PLACES=16, LEAVING=16, CHANNELS=triton.next_power_of_2(c), num_warps=8,
+        LEAVING=triton.next_power_of_2(max(num_leaving, 1)),
+        CHANNELS=triton.next_power_of_2(c), num_warps=2,
     )  # fmt: skip
     return merged, merged_size
