@@ -48,6 +48,8 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         self._files = files
         self._labels = np.asarray(labels, dtype=np.int64)
         self.indices: Sequence[int] = range(len(files))
+        self.kept: dict[str, Any] = {}
+        """All images by device, where they are kept there; shared by all views of these files."""
 
     @property
     def num_classes(self) -> int:
@@ -75,6 +77,12 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         """Return the same images under another transform."""
         changed = copy(self)
         changed.transform = transform
+        return changed
+
+    def whole(self) -> "ImageDataset":
+        """Return all images of the files."""
+        changed = copy(self)
+        changed.indices = range(len(self._files))
         return changed
 
     def take(self, num_images: int) -> "ImageDataset":

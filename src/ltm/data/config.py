@@ -29,6 +29,8 @@ class DataConfig:
     """Images per batch and process."""
     workers: int = 2
     """Loader processes per training process; 0 loads in the process itself."""
+    resident: bool = False
+    """Decode images once, keep them on the device and crop them there: small data of one size."""
     shuffle_buffer: int = 1000
     """Images each worker holds to shuffle tar shards."""
     max_unreadable: int = 10

@@ -13,6 +13,7 @@ from ltm.data.batches import Ahead, Moved, Normalised
 from ltm.data.classification import LabelledImages
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.images import UnreadableImages, UnreadableImagesError
+from ltm.data.resident import Resident, all_pixels, check_resident
 from ltm.data.sampling import Draw, EvaluationSampler, TrainingSampler, random_numbers_of
 from ltm.data.shards import TarShards
 from ltm.data.streaming import ShardStream
@@ -33,7 +34,7 @@ class Loader:
 
     def __init__(
         self,
-        batches: Normalised | Moved,
+        batches: Normalised | Moved | Resident,
         dataset: Any,
         order: TrainingSampler | EvaluationSampler | ShardStream,
         ahead: Ahead | None = None,
@@ -147,11 +148,8 @@ def build_loader(
     if workers and isinstance(order, TrainingSampler):
         ahead = Ahead(batches, order)
     source = ahead or batches
-    if training and len(batches) == 0:
-        raise ValueError(
-            f"{len(order)} images for each process do not fill a batch of {batch_size}; "
-            "use a smaller batch_size or more images"
-        )
+    if training:
+        _require_batch(len(batches), len(order), batch_size)
     if collate is not None:
         return Loader(Moved(source, device), dataset, order, ahead)
     return Loader(Normalised(source, spec or _UNCHANGED, device, dtype), dataset, order, ahead)
@@ -169,6 +167,11 @@ def training_loader(
     world_size: int = 1,
 ) -> Loader:
     """Load a data set for training, augmented; Mixup is `transforms.BatchMixup`'s, afterwards."""
+    if config.resident:
+        order = TrainingSampler(
+            dataset, seed=seed, rank=rank, world_size=world_size, repeats=augment.repeats
+        )
+        return _resident(dataset, order, spec, config, augment=augment, device=device)
     return build_loader(
         dataset.with_transform(training_transform(spec, augment)),
         batch_size=config.batch_size,
@@ -194,6 +197,9 @@ def evaluation_loader(
     world_size: int = 1,
 ) -> Loader:
     """Load a data set for evaluation: every image once, resized and cropped as timm does."""
+    if config.resident:
+        chosen = EvaluationSampler(dataset, rank=rank, world_size=world_size)
+        return _resident(dataset, chosen, spec, config, augment=None, device=device)
     return build_loader(
         dataset.with_transform(evaluation_transform(spec)),
         batch_size=config.batch_size,
@@ -203,6 +209,31 @@ def evaluation_loader(
         rank=rank,
         world_size=world_size,
     )
+
+
+def _resident(
+    dataset: LabelledImages,
+    order: TrainingSampler | EvaluationSampler,
+    spec: ImageSpec,
+    config: DataConfig,
+    *,
+    augment: AugmentConfig | None,
+    device: torch.device | str,
+) -> Loader:
+    check_resident(dataset, spec, augment)
+    pixels = all_pixels(dataset, torch.device(device))
+    batches = Resident(pixels, order, spec, augment, batch_size=config.batch_size)
+    if augment is not None:
+        _require_batch(len(batches), len(order), config.batch_size)
+    return Loader(batches, dataset, order)
+
+
+def _require_batch(num_batches: int, num_images: int, batch_size: int) -> None:
+    if num_batches == 0:
+        raise ValueError(
+            f"{num_images} images for each process do not fill a batch of {batch_size}; "
+            "use a smaller batch_size or more images"
+        )
 
 
 class _SeededItems(Dataset[Any]):

@@ -59,6 +59,9 @@ class ShapesClassification(Dataset[tuple[Any, int]]):
         self.seed = seed
         self.transform = transform
         self.indices = range(_positive("num_images", num_images))
+        self._num_images = num_images
+        self.kept: dict[str, Any] = {}
+        """All images by device, where they are kept there; shared by all views of this data set."""
         self._cached: dict[int, np.ndarray] | None = (
             {} if num_images * 3 * image_size**2 <= _MAX_CACHED_BYTES else None
         )
@@ -89,6 +92,12 @@ class ShapesClassification(Dataset[tuple[Any, int]]):
         """Return the same images under another transform; painted images are shared."""
         changed = copy(self)
         changed.transform = transform
+        return changed
+
+    def whole(self) -> "ShapesClassification":
+        """Return all images."""
+        changed = copy(self)
+        changed.indices = range(self._num_images)
         return changed
 
     def take(self, num_images: int) -> "ShapesClassification":

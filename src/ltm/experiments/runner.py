@@ -41,7 +41,7 @@ class Summary:
 def run_jobs(jobs: Iterable[Job], place: Place) -> Summary:
     """Run all jobs that are not done, and the networks that they need.
 
-    Rows that another process has locked are left to it, and looked at again at the end.
+    Rows that another process is at, and those that wait for them, are left and looked at again.
     """
     return _Call(place).run(in_order(list(jobs)))
 
@@ -53,21 +53,14 @@ class _Call:
         self.place, self.store = place, place.store
         self.began = time.time()
         self.summary = Summary()
-        self.progress = ""
+        self.progress: dict[str, str] = {}
 
     def run(self, ordered: list[Job]) -> Summary:
         wanted = self._wanted(ordered)
+        self.progress = {identity(job): f"{i} of {len(wanted)}" for i, job in enumerate(wanted, 1)}
         try:
-            busy = []
-            for number, job in enumerate(wanted, 1):
-                self.progress = f"{number} of {len(wanted)}"
-                if time.time() >= self.place.deadline:
-                    self.summary.left = len(wanted) - number + 1
-                    break
-                if not self._try(job, wait=False):
-                    busy.append(job)
-            for job in busy if not self.summary.left else ():
-                self._try(job, wait=True)
+            while wanted and not self.summary.left:
+                wanted = self._pass(wanted)
         except KeyboardInterrupt:
             self.summary.interrupted = True
         self.summary.already = [
@@ -76,6 +69,19 @@ class _Call:
             if identity(job) not in self.summary.ran and self.store.values(job) is not None
         ]
         return self.summary
+
+    def _pass(self, wanted: list[Job]) -> list[Job]:
+        """Run what can be run now; what other processes are at, or have to do first, is left."""
+        busy: list[Job] = []
+        for number, job in enumerate(wanted):
+            if time.time() >= self.place.deadline:
+                self.summary.left = len(busy) + len(wanted) - number
+                break
+            if not self._try(job):
+                busy.append(job)
+        if len(busy) == len(wanted):
+            time.sleep(WAIT_SECONDS)
+        return busy
 
     def _wanted(self, ordered: list[Job]) -> list[Job]:
         """Jobs that are not done, and done ones whose lost network one of them needs."""
@@ -87,35 +93,40 @@ class _Call:
                 wanted |= {identity(n) for n in job.needs() if not self.place.has_network(n)}
         return [job for job in ordered if identity(job) in wanted]
 
-    def _try(self, job: Job, *, wait: bool) -> bool:
-        """Run a job unless another process does; whether it is settled."""
-        lock = self.store.lock(job)
+    def _try(self, job: Job) -> bool:
+        """Run a job unless another process is at it or at what it needs; whether it is settled."""
+        needed = [need for need in job.needs() if not self._complete(need)]
+        if any(not self._has_failed(need) for need in needed):
+            return False
         try:
-            lock.acquire(timeout=-1 if wait else 0, poll_interval=WAIT_SECONDS)
+            with self.store.lock(job).acquire(timeout=0):
+                if self._settled(job):
+                    return True
+                if needed:
+                    self._fail(job, f"it needs {identity(needed[0])}, which failed")
+                else:
+                    self._run(job)
         except Timeout:
             return False
-        with lock:
-            if not self._settled(job):
-                self._run(job)
         return True
 
     def _settled(self, job: Job) -> bool:
         """Whether another process has finished it, or failed at it, since this call began."""
         if self.store.values(job) is not None:
             return self.place.has_network(job) or not job.leaves_network
+        return self._has_failed(job)
+
+    def _has_failed(self, job: Job) -> bool:
+        """Whether any process has failed at it since this call began."""
         failure = self.store.failure(job)
-        if failure is not None and failure.time >= self.began:
-            self.summary.failed[identity(job)] = failure.error
-            return True
-        return False
+        if failure is None or failure.time < self.began:
+            return False
+        self.summary.failed[identity(job)] = failure.error
+        return True
 
     def _run(self, job: Job) -> None:
         name, place = identity(job), self.place
-        for need in job.needs():
-            if not self._ready(need):
-                self._fail(job, f"it needs {identity(need)}, which failed")
-                return
-        place.console.print(f"running {name} ({self.progress})")
+        place.console.print(f"running {name} ({self.progress[name]})")
         if self.store.is_stale(job):
             shutil.rmtree(place.work(job) / "run", ignore_errors=True)
             self.store.forget(job)
@@ -130,12 +141,6 @@ class _Call:
         if self.store.values(job) is None:
             self.store.finish(job, self._row(job, values, began))
         self.summary.ran.append(name)
-
-    def _ready(self, need: Job) -> bool:
-        """Whether a needed network is there; another process may be about to finish its row."""
-        if not self._complete(need):
-            self._try(need, wait=True)
-        return self._complete(need)
 
     def _complete(self, need: Job) -> bool:
         return self.place.has_network(need) and self.store.values(need) is not None

@@ -25,7 +25,7 @@ from ltm.training.detection_config import (
     detection_from_mapping,
 )
 
-EPOCHS = 30
+EPOCHS = 20
 _RUN = RunSettings(precision="bf16", keep_every=EPOCHS // 3)
 _SHAPES = "shapes:size=128,images=2000,val_images=500,classes=5"
 
@@ -37,7 +37,7 @@ def small_scale(sources: Sources) -> Scale:
             "scale small needs --data: Tiny-ImageNet, a folder or .zip with train and val"
         )
     vit = _vit(sources.data, sources.weights)
-    mobilevit = _grid("MobileViT-XS", "MobileViT-XS", "mobilevit_xs", sources.data, 192)
+    mobilevit = _grid("MobileViT-XS", "MobileViT-XS", "mobilevit_xs", sources.data, 128)
     efficientvit = _grid(
         "EfficientViT-B1", "EfficientViT-B1 [r224]", "efficientvit_b1", sources.data, 128
     )
@@ -63,7 +63,7 @@ def small_scale(sources: Sources) -> Scale:
         layers=as_larger,
         num_layers=9,
         layer_ratios=(0.3, 0.5, 0.7, 0.9),
-        layer_epochs=5,
+        layer_epochs=1,
         losses=(mobilevit, efficientvit),
         heatmap=as_larger,
         lora=vit,
@@ -103,7 +103,9 @@ def small_scale(sources: Sources) -> Scale:
 
 
 def _data(source: str, size: int, batch: int = 256) -> TrainingData:
-    return TrainingData(source=source, image_size=size, batch_size=batch, crop_ratio=1.0)
+    return TrainingData(
+        source=source, image_size=size, batch_size=batch, crop_ratio=1.0, resident=True
+    )
 
 
 def _tune(model: ModelSettings, data: TrainingData) -> Settings:
@@ -124,7 +126,7 @@ def _scratch(model: ModelSettings, data: TrainingData, options: tuple[str, ...])
         merge=MergeSettings(ratio=0.7, warm_epochs=3, method_options=options),
         data=data,
         augment=AugmentConfig(
-            scale=(0.35, 1.0), auto_augment=None, color_jitter=0.2, erase=0.0, mixup=0.2, cutmix=0.5
+            scale=(0.35, 1.0), auto_augment=None, color_jitter=0.0, erase=0.0, mixup=0.2, cutmix=0.5
         ),
         optim=OptimSettings(
             epochs=EPOCHS, lr=2e-3, weight_decay=0.05, lr_warmup_epochs=3.0, clip=1.0

@@ -25,6 +25,7 @@ from ltm.experiments.work.networks import (
     macs_of,
     placed,
     spec_of,
+    splits_of,
 )
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.config import Settings, to_yaml
@@ -95,7 +96,8 @@ def train_there(settings: Settings, folder: Path, place: Place) -> nn.Module | N
     Returns the network that the run kept, where it ran here: several processes are started apart.
     """
     if place.devices == 1:
-        return train(settings, folder, resume="auto", console=place.console).model
+        images = splits_of(settings)
+        return train(settings, folder, resume="auto", splits=images, console=place.console).model
     config = folder.with_suffix(".yaml")
     write_text(config, to_yaml(settings))
     command = [sys.executable, "-m", "ltm.experiments.alone", str(config), str(folder)]

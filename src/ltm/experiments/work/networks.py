@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import nn
 
 from ltm.api import conversion_of, gmacs, image_size_of, is_merging, load, merge_tokens_, save
 from ltm.core.schedule import ceil_count, ceil_grid, halve
-from ltm.data.classification import LabelledImages, open_dataset
+from ltm.data.classification import LabelledImages, Splits, open_splits
+from ltm.data.config import DataConfig
 from ltm.data.loading import Loader, evaluation_loader
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.experiments.jobs import Classifier, Job, Pruned
@@ -74,10 +76,26 @@ def layer_counts(
     return counts
 
 
+def splits_of(settings: Settings) -> Splits:
+    """The images of a job. Jobs share them, so that what is kept of them is made once."""
+    data = settings.data
+    return _opened(
+        DataConfig(
+            source=data.source,
+            train_split=data.train_split,
+            val_split=data.val_split,
+            holdout_ratio=data.holdout_ratio,
+            max_unreadable=data.max_unreadable,
+        )
+    )
+
+
+_opened = lru_cache(maxsize=4)(open_splits)
+
+
 def evaluation_images(settings: Settings) -> LabelledImages:
     """The held-out images of a job."""
-    data = settings.data
-    return open_dataset(data.source, split=data.val_split, holdout_ratio=data.holdout_ratio)
+    return splits_of(settings).val
 
 
 def spec_of(settings: Settings, model: nn.Module) -> ImageSpec:
@@ -97,7 +115,7 @@ def some_images(settings: Settings, model: nn.Module, number: int) -> torch.Tens
     """A few held-out images, spread over all, repeated where there are fewer."""
     images: Any = evaluation_images(settings)
     few = images.take(number) if hasattr(images, "take") else images
-    data = replace(settings.data, batch_size=number, workers=0)
+    data = replace(settings.data, batch_size=number, workers=0, resident=False)
     batch = next(iter(evaluation_loader(few, spec_of(settings, model), data))).images
     return batch[torch.arange(number) % len(batch)]
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from ltm.data.classification import open_splits
 from ltm.data.loading import training_loader
 from ltm.evaluation.cost import num_parameters
 from ltm.experiments.jobs import Pruned
 from ltm.experiments.place import Place, perform
 from ltm.experiments.pruning import PEERS
 from ltm.experiments.work.classify import accuracy_values, history, last_weights_
-from ltm.experiments.work.networks import fresh_network, macs_of, placed, spec_of
+from ltm.experiments.work.networks import fresh_network, macs_of, placed, spec_of, splits_of
 from ltm.training.run import train
 
 
@@ -26,7 +25,7 @@ def prune(job: Pruned, place: Place) -> dict[str, Any]:
     """
     settings = placed(job, place)
     settings = replace(settings, run=replace(settings.run, devices=1))
-    splits = open_splits(settings.data)
+    splits = splits_of(settings)
     model = fresh_network(settings, splits.train.num_classes).to(place.device)
     spec = spec_of(settings, model)
     before = macs_of(model, spec.size)
