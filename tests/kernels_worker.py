@@ -35,6 +35,7 @@ CASES = {
 MODELS = {
     "default": ltm.LTM(ratio=0.7),
     "static": ltm.LTM(ratio=0.7, support="learned"),
+    "frozen": ltm.LTM(ratio=0.7, support="learned", weights="uniform"),
     "informative": ltm.LTM(ratio=0.7, gain=1.0),
     "operators": ltm.LTM(
         sites=(1, 3, 4), counts=(25, 16, 8), operators=("merge", "prune_redundant", "norm"),
@@ -113,6 +114,8 @@ def whole(config, dtype):
     ltm.merge_tokens_(model, config, size_of("vit"))
     if config.gain == 1.0:
         ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
+    if config.weights == "uniform":
+        ltm.freeze_(model)
     with FlopCounterMode(display=False) as plain_count:
         expected = model(images)
     fused.enable()

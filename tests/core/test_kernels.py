@@ -48,7 +48,8 @@ def test_attention_and_importance_agree(found):
 
 
 def test_networks_agree(found):
-    assert set(found["models"]) == {"default", "static", "informative", "operators", "unimportant"}
+    kinds = {"default", "static", "frozen", "informative", "operators", "unimportant"}
+    assert set(found["models"]) == kinds
     for name, (difference, _, cost) in found["models"].items():
         assert difference < 1e-5, name
         assert 0.8 < cost < 1.02, name
@@ -66,6 +67,17 @@ def test_they_are_for_inference_on_a_gpu():
     before = fused.enable()
     try:
         assert not fused.takes(tokens)
+    finally:
+        fused.enable(before)
+
+
+def test_wide_networks_have_their_importance_from_a_kernel(monkeypatch):
+    monkeypatch.setattr(fused, "_runs_on", lambda _: True)
+    before = fused.enable()
+    try:
+        assert fused.takes_importance(torch.zeros(1, 197, 3 * 768), 64)
+        assert not fused.takes_importance(torch.zeros(1, 577, 3 * 768), 64)
+        assert not fused.takes_importance(torch.zeros(1, 197, 3 * 768), 96)
     finally:
         fused.enable(before)
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from timm.models.byobnet import ByobNet
 from timm.models.mobilevit import MobileVitBlock
 from timm.models.vision_transformer import Block as HostBlock
@@ -28,7 +27,7 @@ from ltm.adapters.base import (
     observed_shapes,
     register,
 )
-from ltm.adapters.grids import POOL, MergingGridModel, convert_model_, revert_model_
+from ltm.adapters.grids import POOL, MergingGridModel, convert_model_, revert_model_, stretch
 from ltm.adapters.state import Tokens, TokenState
 from ltm.adapters.vit import (
     attend,
@@ -63,6 +62,9 @@ def fold(x: Tensor, patch: Grid, grid: Grid) -> Tensor:
     c = x.shape[2]
     x = x.reshape(-1, patch[0], patch[1], grid[0], grid[1], c)
     return x.permute(0, 5, 3, 1, 4, 2).reshape(-1, c, grid[0] * patch[0], grid[1] * patch[1])
+
+
+EVEN = 2
 
 
 class MergingLayer(MergingMixin, HostBlock):
@@ -138,7 +140,7 @@ class MergingMobileVitBlock(MobileVitBlock):
         whole = (grid[0] * patch[0], grid[1] * patch[1])
         stretched = whole != (height, width)
         if stretched:
-            x = F.interpolate(x, size=whole, mode="bilinear", align_corners=False)
+            x = stretch(x, whole)
         state.write(("grid", first), grid)
         x = self.norm(self.transformer(unfold(x, patch)))
         tokens: Tokens = state.read(end) or Tokens()
@@ -150,7 +152,7 @@ class MergingMobileVitBlock(MobileVitBlock):
             x = patches_to_pixels(restore_through(tokens.merges, patches), self.patch_area)
         x = fold(x, patch, out_grid)
         if stretched and out_grid == grid:
-            x = F.interpolate(x, size=(height, width), mode="bilinear", align_corners=False)
+            x = stretch(x, (height, width))
         x = self.conv_proj(x)
         if self.conv_fusion is not None:
             x = self.conv_fusion(torch.cat((shortcut, x), dim=1))
@@ -160,7 +162,7 @@ class MergingMobileVitBlock(MobileVitBlock):
         """The shortcut through the same masks; a map that was stretched stays stretched."""
         patch = cast("Grid", tuple(self.patch_size))
         if tuple(shortcut.shape[2:]) != whole:
-            shortcut = F.interpolate(shortcut, size=whole, mode="bilinear", align_corners=False)
+            shortcut = stretch(shortcut, whole)
         patches = pixels_to_patches(unfold(shortcut, patch), self.patch_area)
         for merge in tokens.merges:
             patches = merge.average(patches)
@@ -217,7 +219,9 @@ class MobileViTAdapter(Adapter):
             ]
             runs.append(Run(grid[0] * grid[1], grid, tuple(range(first, len(blocks)))))
         classes = int(getattr(model, "num_classes", 0) or 0)
-        return Layout(tuple(blocks), 0, classes, tuple(runs), runs[0].grid)
+        # As on Swin: merge where stages begin. Even grids give the next stage whole patches.
+        sites = tuple(run.blocks[0] for run in runs[:-1])
+        return Layout(tuple(blocks), 0, classes, tuple(runs), runs[0].grid, EVEN, sites)
 
     def convert_(
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState

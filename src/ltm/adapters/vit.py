@@ -85,7 +85,8 @@ def attention_hints(
 ) -> dict[str, Tensor]:
     """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
     host = cast("Attention", attn)
-    if needs == {"importance"} and num_prefix and _is_plain(host) and fused.takes_match(qkv):
+    plain = needs == {"importance"} and num_prefix and _is_plain(host)
+    if plain and fused.takes_importance(qkv, host.head_dim):
         return {"importance": fused.importance(qkv, size, host.num_heads, host.scale)}
     query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
     if hasattr(host, "k_norm"):

@@ -62,6 +62,11 @@ def takes_attention(x: Tensor, head_dim: int, *others: Tensor | None) -> bool:
     return head_dim <= MAX_HEAD and takes(x, *others)
 
 
+def takes_importance(qkv: Tensor, head_dim: int) -> bool:
+    """Whether a kernel finds the attention that these tokens receive, `b t (3 h d)`."""
+    return qkv.shape[1] <= MAX_TOKENS and takes_attention(qkv, head_dim)
+
+
 def _is_recorded() -> bool:
     """Exported networks have to run where these operators are not known."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
@@ -158,6 +163,20 @@ def _(
 
 
 @torch.library.custom_op(
+    "ltm::mix", mutates_args=(), schema="(Tensor matrix, Tensor tokens) -> Tensor"
+)
+def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
+    """The same product for every image, `p t` times `b t c`."""
+    with torch.cuda.device_of(tokens):
+        return _kernels().mix(matrix, tokens)
+
+
+@mix.register_fake
+def _(matrix: Tensor, tokens: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], matrix.shape[0], tokens.shape[2])
+
+
+@torch.library.custom_op(
     "ltm::importance",
     mutates_args=(),
     schema="(Tensor qkv, Tensor? size, int num_heads, float scale) -> Tensor",
@@ -235,6 +254,12 @@ def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
     (b, t, c), num_prefix = tokens, arguments[3]
     return 2 * b * (t - num_prefix) ** 2 * c
+
+
+@register_flop_formula(torch.ops.ltm.mix)
+def _(matrix: list[int], tokens: list[int], **_: Any) -> int:
+    (p, t), (b, _t, c) = matrix, tokens
+    return 2 * b * p * t * c
 
 
 @register_flop_formula(torch.ops.ltm.importance)

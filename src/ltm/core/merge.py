@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ltm.core import fused
+
 _TINY = 1e-6
 
 
@@ -242,7 +244,8 @@ class StaticMerge(Merge):
         return self.matrix.shape[0] - self.num_prefix
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        return self.matrix.to(x.dtype) @ x
+        matrix = self.matrix.to(x.dtype)
+        return fused.mix(matrix, x) if fused.takes(x, matrix) else matrix @ x
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return self.back.to(y.dtype) @ y

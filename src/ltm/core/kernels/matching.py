@@ -1,4 +1,4 @@
-"""Who leaves an image and where to, and the merge.
+"""Who leaves an image and where to, and the merge: by such lists, or by a constant matrix.
 
 Distances are kept in float32, so no token has to be centred first.
 
@@ -175,6 +175,34 @@ def _merge_kernel(
     tl.store(out, mean.to(merged.dtype.element_ty), mask=channels < c)
 
 
+@triton.jit
+def _mix_kernel(
+    matrix, tokens, merged, t, p, c,
+    PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Some channels of some merged tokens: a tile of a matrix that is the same for all images."""
+    image = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    valid, known = places < p, channels < c
+    found = tl.zeros((PLACES, CHANNELS), tl.float32)
+    for first in range(0, t, TOKENS):
+        some = first + tl.arange(0, TOKENS)
+        weight = tl.load(
+            matrix + places[:, None] * t + some[None],
+            mask=valid[:, None] & (some < t)[None], other=0.0,
+        )  # fmt: skip
+        x = tl.load(
+            tokens + (image * t + some[:, None]) * c + channels[None],
+            mask=(some < t)[:, None] & known[None], other=0.0,
+        )  # fmt: skip
+        found = tl.dot(weight, x, found, input_precision="ieee")
+    tl.store(
+        merged + (image * p + places[:, None]) * c + channels[None],
+        found.to(merged.dtype.element_ty), mask=valid[:, None] & known[None],
+    )  # fmt: skip
+
+
 def assign(
     tokens: Tensor,
     size: Tensor | None,
@@ -234,6 +262,17 @@ def merge_groups(
         t, num_places, num_leaving, c, weight_stride, stride,
         KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
         LEAVING=triton.next_power_of_2(max(num_leaving, 1)),
-        CHANNELS=triton.next_power_of_2(c), num_warps=2,
+        CHANNELS=triton.next_power_of_2(c), num_warps=2 if b < FEW_IMAGES else 1,
     )  # fmt: skip
     return merged, merged_size
+
+
+def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
+    """The same product for every image. No side has to suit tensor cores: 197 tokens are usual."""
+    (b, t, c), p = tokens.shape, matrix.shape[0]
+    merged = tokens.new_empty(b, p, c)
+    _mix_kernel[b, triton.cdiv(p, 64), triton.cdiv(c, 128)](
+        matrix.contiguous(), tokens.contiguous(), merged, t, p, c,
+        PLACES=64, TOKENS=32, CHANNELS=128, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return merged
