@@ -176,6 +176,20 @@ def test_attention_is_read_only_where_it_matters() -> None:
     assert _merger("prune_unimportant", 0.0).needs == {"importance"}
 
 
+def test_tokens_weigh_by_the_attention_of_their_patches() -> None:
+    received, size = torch.tensor([[0.5, 0.1, 0.4]]), torch.tensor([[1.0, 1.0, 4.0]])
+    hints = Hints(num_out=1, size=size, importance=received)
+    weight = _merger("merge").by_attention(size, hints)
+    assert torch.allclose(weight, size * (3 * received / size).sqrt())
+    unseen = Hints(num_out=1, size=size)
+    assert torch.equal(_merger("merge").by_attention(size, unseen), size)
+
+
+def test_sizes_count_by_their_power_after_a_matching_only() -> None:
+    assert LTM(size_power=0.8).counting() == 0.8
+    assert LTM(size_power=0.8, support="learned").counting() == 1
+
+
 def test_a_config_with_operators_is_plain_values() -> None:
     config = LTM(sites=(1, 3), counts=(20, 9), operators=("norm", "merge"), protections=(1, 0))
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -190,6 +204,8 @@ def test_a_config_with_operators_is_plain_values() -> None:
         ({"operators": ("average",), "sites": (1,)}, "got 'average'; choose from merge, norm"),
         ({"protections": (-1.0,), "sites": (1,)}, "must not be negative"),
         ({"protection": -0.1}, "must not be negative"),
+        ({"attended": -0.1}, "attended: got -0.1; it must not be negative"),
+        ({"size_power": -0.1}, "size_power: got -0.1; it must not be negative"),
         ({"operators": ("norm",), "sites": (1,), "support": "learned"}, "support='matching'"),
     ],
 )

@@ -88,6 +88,8 @@ class Slot:
     starts: bool
     """Tokens are patches again when they enter this block."""
     proportional: bool
+    counting: float = 1.0
+    """The power of the sizes that the attention counts, where it is proportional."""
     site: Site | None = None
     opens: bool = False
     """A forward pass begins at this block."""
@@ -208,6 +210,7 @@ def make_slots(
             index,
             starts=fresh,
             proportional=config.proportional_attention,
+            counting=config.counting(),
             site=by_block.get(index),
             opens=index == 0,
             last=index == len(starts) - 1,

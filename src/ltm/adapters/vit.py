@@ -42,11 +42,16 @@ class MergingBlock(MergingMixin, HostBlock):
         tokens = self.entering()
         if (attn_mask is not None or is_causal) and tokens.merges:
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
-        size = tokens.size if self.slot.proportional else None
+        size = self.counted(tokens.size) if self.slot.proportional else None
         attended = attend(self.attn, self.norm1(x), size, attn_mask, is_causal)
         z = x + self.drop_path1(self.ls1(attended))
         z, *_ = self.merge(z, tokens)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
+
+    def counted(self, size: Tensor | None) -> Tensor | None:
+        """Sizes as the attention counts them."""
+        power = self.slot.counting
+        return size if size is None or power == 1 else size**power
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
         merger = cast("Merger", self.merger)
@@ -54,7 +59,7 @@ class MergingBlock(MergingMixin, HostBlock):
         if merger.needs:
             qkv = self.slot.state.take(("qkv", self.slot.index))
             found = attention_hints(
-                self.attn, qkv, hints.size, merger.needs, merger.site.num_prefix
+                self.attn, qkv, self.counted(hints.size), merger.needs, merger.site.num_prefix
             )
         return merger(z, dataclasses.replace(hints, **found))
 

@@ -196,6 +196,10 @@ class MethodConfig(ABC):
         """Tokens after each of the chosen sites of a sequence, at a strength in [0, 1]."""
         return constant_number(strength, num_in, len(sites))
 
+    def counting(self) -> float:
+        """The power of a token's size that the attention of a sequence network counts."""
+        return 1.0
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with the method's name."""
         return {"method": self.name, **dataclasses.asdict(self)}

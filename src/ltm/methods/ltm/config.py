@@ -36,6 +36,12 @@ class LTM(MethodConfig):
     protection: float = 1.0
     """How strongly informative tokens are kept from leaving in a matching: the power of the
     attention they receive."""
+    attended: float = 0.5
+    """How much attention counts in the mean of matched tokens, at sites that protect: the power of
+    what each of a token's patches receives; 0 counts patches alone."""
+    size_power: float = 0.9
+    """The power of a token's size that the attention counts after a matching on sequences; a little
+    less than 1 stays closer to the original network."""
     keep_norm: bool = True
     """Matched tokens keep the largest norm of their group."""
     operators: tuple[Operator, ...] | None = None
@@ -44,7 +50,7 @@ class LTM(MethodConfig):
     protections: tuple[float, ...] | None = None
     """The protection of each site, in place of `protection`."""
     weights: Literal["informative", "uniform"] = "informative"
-    """Weigh tokens by the information-bottleneck step, or only by their size."""
+    """Weigh tokens by the information-bottleneck step as well, or not."""
     space: Literal["pooled", "token"] = "pooled"
     """Measure class membership on the mean merged token, or on all of them (the paper's letter)."""
     labels: Literal["soft", "true"] = "soft"
@@ -99,9 +105,11 @@ class LTM(MethodConfig):
                 raise ValueError(
                     f"operators: got {operator!r}; choose from {', '.join(OPERATORS)}."
                 )
-        for protection in (self.protection, *(self.protections or ())):
-            if not 0 <= protection < math.inf:
-                raise ValueError(f"protection: got {protection}; it must not be negative.")
+        powers = [("protection", p) for p in (self.protection, *(self.protections or ()))]
+        powers += [("attended", self.attended), ("size_power", self.size_power)]
+        for field, power in powers:
+            if not 0 <= power < math.inf:
+                raise ValueError(f"{field}: got {power}; it must not be negative.")
 
     def operator_at(self, block: int) -> Operator:
         """What a site does with the tokens that leave it."""
@@ -114,6 +122,9 @@ class LTM(MethodConfig):
         if self.protections is None or self.sites is None:
             return self.protection
         return self.protections[self.sites.index(block)]
+
+    def counting(self) -> float:
+        return self.size_power if self.support_on(grid=False) == "matching" else 1.0
 
     def _needs_static(self) -> bool:
         return self.space == "token" or self.scope == "batch" or self.mask_form == "letter"

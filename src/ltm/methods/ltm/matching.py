@@ -30,6 +30,9 @@ none: nothing leaves.
 
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
+_LEAST_SHARE = 1e-4
+"""Attention below this part of an even share counts as this much, so that no weight vanishes."""
+
 
 class MatchingMerger(LTMMerger):
     """Per image, the tokens whose merge does least harm leave."""
@@ -48,7 +51,7 @@ class MatchingMerger(LTMMerger):
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         logits, weight = self.weigh(tokens, hints)
-        merge = self.merge(tokens, hints, weight)
+        merge = self.merge(tokens, hints, self.by_attention(weight, hints))
         return Decision(merge=merge, carry=None if logits is None else carried(merge, logits))
 
     def weigh(
@@ -64,6 +67,17 @@ class MatchingMerger(LTMMerger):
         if logits is None:
             return None, size
         return logits, torch.cat([size[:, :k], size[:, k:] * logits.exp()], dim=1)
+
+    def by_attention(self, weight: Float[Tensor, "b t"], hints: Hints) -> Float[Tensor, "b t"]:
+        """Weights times the attention that each patch of a token receives, to a power.
+
+        Attention is taken against an even share of it; only its ratios within a group matter.
+        """
+        power, received = self.config.attended, hints.importance
+        if power == 0 or received is None:
+            return weight
+        each = received.float() if hints.size is None else received / hints.size.clamp_min(1)
+        return weight * (each * each.shape[1]).clamp_min(_LEAST_SHARE) ** power
 
     def merge(
         self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"]
