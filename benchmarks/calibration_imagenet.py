@@ -166,6 +166,8 @@ def ablation_rows(bench: Bench) -> Iterator[tuple[str, float, Build]]:
         yield "informative weights", budget, calibrated(bench, budget, statistics=True)
         unbiased = calibrated(bench, budget, proportional_attention=False)
         yield "sizes ignored in attention", budget, unbiased
+        yield "patches weigh alike", budget, calibrated(bench, budget, attended=0.0)
+        yield "sizes count in full", budget, calibrated(bench, budget, size_power=1.0)
         by_mean = calibrated(bench, budget, operators=None, keep_norm=False)
         yield "all sites merge by the mean", budget, by_mean
         yield "all sites keep norms", budget, calibrated(bench, budget, operators=None)

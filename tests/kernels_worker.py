@@ -96,14 +96,14 @@ def attend(num_tokens, shared):
     qkv = torch.randn(batch, num_tokens, 3 * heads * width, device=DEVICE)
     size = torch.randint(0, 6, (1 if shared else batch, num_tokens), device=DEVICE).float()
     query, key, value = qkv.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
-    bias = attention_bias(size, qkv.dtype)
+    bias = attention_bias(size, qkv.dtype, 0.9)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-    found = kernels.attention(qkv, size, heads, width**-0.5)
+    found = kernels.attention(qkv, size, heads, width**-0.5, 0.9)
     scores = query[:, :, :1] @ key.mT * width**-0.5 + bias
     received = scores.softmax(dim=-1).mean(dim=1)[:, 0]
     return [
         float((found - expected.transpose(1, 2).flatten(2)).abs().max()),
-        float((kernels.importance(qkv, size, heads, width**-0.5) - received).abs().max()),
+        float((kernels.importance(qkv, size, heads, width**-0.5, 0.9) - received).abs().max()),
     ]
 
 

@@ -150,14 +150,14 @@ class MergingMixin(nn.Module):
         return merged, tokens, None if decision is None else decision.merge
 
 
-def attention_bias(size: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Proportional attention: the log of the token sizes, as a bias on the keys.
+def attention_bias(size: Tensor | None, dtype: torch.dtype, power: float = 1.0) -> Tensor | None:
+    """Proportional attention: the log of the token sizes, to a power, as a bias on the keys.
 
     A size of zero marks a token that is not there.
     """
     if size is None:
         return None
-    return size.float().clamp_min(1e-10).log().to(dtype)[:, None, None, :]
+    return (power * size.float().clamp_min(1e-10).log()).to(dtype)[:, None, None, :]
 
 
 class Adapter(ABC):

@@ -42,16 +42,12 @@ class MergingBlock(MergingMixin, HostBlock):
         tokens = self.entering()
         if (attn_mask is not None or is_causal) and tokens.merges:
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
-        size = self.counted(tokens.size) if self.slot.proportional else None
-        attended = attend(self.attn, self.norm1(x), size, attn_mask, is_causal)
+        size = tokens.size if self.slot.proportional else None
+        power = self.slot.counting
+        attended = attend(self.attn, self.norm1(x), size, attn_mask, is_causal, power=power)
         z = x + self.drop_path1(self.ls1(attended))
         z, *_ = self.merge(z, tokens)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
-
-    def counted(self, size: Tensor | None) -> Tensor | None:
-        """Sizes as the attention counts them."""
-        power = self.slot.counting
-        return size if size is None or power == 1 else size**power
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
         merger = cast("Merger", self.merger)
@@ -59,21 +55,32 @@ class MergingBlock(MergingMixin, HostBlock):
         if merger.needs:
             qkv = self.slot.state.take(("qkv", self.slot.index))
             found = attention_hints(
-                self.attn, qkv, self.counted(hints.size), merger.needs, merger.site.num_prefix
+                self.attn,
+                qkv,
+                hints.size,
+                merger.needs,
+                merger.site.num_prefix,
+                power=self.slot.counting,
             )
         return merger(z, dataclasses.replace(hints, **found))
 
 
 def attend(
-    attn: nn.Module, x: Tensor, size: Tensor | None, mask: Tensor | None, is_causal: bool
+    attn: nn.Module,
+    x: Tensor,
+    size: Tensor | None,
+    mask: Tensor | None,
+    is_causal: bool,
+    *,
+    power: float = 1.0,
 ) -> Tensor:
     """The host's attention; with sizes, to tokens that count as often as their size says."""
     host = cast("Attention", attn)
     if size is None:
         return host(x, attn_mask=mask, is_causal=is_causal)
     if not (_is_plain(host) and fused.takes_attention(x, host.head_dim, *host.qkv.parameters())):
-        return host(x, attn_mask=attention_bias(size, x.dtype))
-    attended = fused.attention(host.qkv(x), size, host.num_heads, host.scale)
+        return host(x, attn_mask=attention_bias(size, x.dtype, power))
+    attended = fused.attention(host.qkv(x), size, host.num_heads, host.scale, power)
     return host.proj_drop(host.proj(attended))
 
 
@@ -86,13 +93,19 @@ def _is_plain(attn: Attention) -> bool:
 
 
 def attention_hints(
-    attn: nn.Module, qkv: Tensor, size: Tensor | None, needs: frozenset[str], num_prefix: int
+    attn: nn.Module,
+    qkv: Tensor,
+    size: Tensor | None,
+    needs: frozenset[str],
+    num_prefix: int,
+    *,
+    power: float = 1.0,
 ) -> dict[str, Tensor]:
     """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
     host = cast("Attention", attn)
     plain = needs == {"importance"} and num_prefix and _is_plain(host)
     if plain and fused.takes_importance(qkv, host.head_dim):
-        return {"importance": fused.importance(qkv, size, host.num_heads, host.scale)}
+        return {"importance": fused.importance(qkv, size, host.num_heads, host.scale, power)}
     query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
     if hasattr(host, "k_norm"):
         query, key = host.q_norm(query), host.k_norm(key)
@@ -101,19 +114,21 @@ def attention_hints(
         found["keys"] = key.mean(dim=2)
     if "importance" in needs:
         asking = query[:, :1] if num_prefix else query.mean(dim=1, keepdim=True)
-        found["importance"] = _received(asking, key, host.scale, size).mean(dim=1)
+        found["importance"] = _received(asking, key, host.scale, size, power).mean(dim=1)
     if "attention" in needs:
-        received = _received(query, key, host.scale, size)
+        received = _received(query, key, host.scale, size, power)
         # Tokens that are masked out ask no questions.
         asks = received.new_ones(1, received.shape[1]) if size is None else (size > 0).float()
         found["attention"] = ((asks / asks.sum(1, keepdim=True))[:, None] @ received)[:, 0]
     return found
 
 
-def _received(query: Tensor, key: Tensor, scale: float, size: Tensor | None) -> Tensor:
+def _received(
+    query: Tensor, key: Tensor, scale: float, size: Tensor | None, power: float
+) -> Tensor:
     """Attention that each token receives from each query, `b queries t`, averaged over heads."""
     scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1) * scale
-    bias = attention_bias(size, scores.dtype)
+    bias = attention_bias(size, scores.dtype, power)
     scores = scores if bias is None else scores + bias
     return scores.float().softmax(dim=-1).mean(dim=1)
 

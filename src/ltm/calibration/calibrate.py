@@ -18,7 +18,13 @@ from ltm.calibration.result import CalibrationResult
 from ltm.calibration.schedules import Schedule, Setting, config_of, unscheduled
 from ltm.calibration.search import Progress, Search, Space
 from ltm.calibration.sensitivity import Sensitivity
-from ltm.calibration.sequences import SequenceSpace, Variants, probe_blocks
+from ltm.calibration.sequences import (
+    HARMLESS,
+    SequenceSpace,
+    Variants,
+    largest_within,
+    probe_blocks,
+)
 from ltm.calibration.settings import Settings, check_budget, check_images
 from ltm.calibration.trials import Trials
 from ltm.methods.ltm import LTM
@@ -121,7 +127,7 @@ class Calibration:
         try:
             uncalibrated = self._default(budget)
             space = self._space(budget)
-            for schedule in space.starts():
+            for schedule in (*self._without_last(budget), *space.starts()):
                 self.search.consider(schedule, "start")
             self.search.refine(space, self.settings.num_trials)
         except KeyboardInterrupt:
@@ -147,6 +153,22 @@ class Calibration:
         if suited is not None:
             self.search.consider(suited, "start")
         return self.search.gauge(schedule)
+
+    def _without_last(self, budget: float) -> list[Schedule]:
+        """The default schedule of a larger budget, where the last block pays for it."""
+        if not self.on_sequence:
+            return []
+        assert isinstance(self.cost, SequenceCost)
+        last = Setting(self.cost.depth - 1, self.levels[0])
+        if self.search.probe((last,)) > HARMLESS:
+            return []
+
+        def default(share: float) -> Schedule | None:
+            sites = self._uncalibrated(share) or ()
+            return self._suited((*(s for s in sites if s.block < last.block), last))
+
+        found = largest_within(default, self.cost, budget)
+        return [] if found is None else [found]
 
     @cached_property
     def levels(self) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ltm.calibration.costs import SequenceCost
 from ltm.calibration.schedules import Schedule, Setting
@@ -36,8 +36,15 @@ _PROBE = 0.25
 _WORTH_TRYING = 1.25
 """Variants that did worse than the plain one by more than this factor are left out."""
 
-_HARMLESS = 1e-7
-"""A divergence that makes no difference, nor do variants then."""
+HARMLESS = 1e-7
+"""A divergence that makes no difference, nor do variants then.
+
+Where the head reads the class token alone, the last block's patches are of no use once they were
+attended to: letting them go there is harmless.
+"""
+
+_CLOSE = 0.01
+"""How closely a start is fitted to the budget; the search does the rest."""
 
 
 def probe_blocks(search: Search, num_in: int, depth: int) -> Sensitivity:
@@ -52,6 +59,22 @@ def probe_blocks(search: Search, num_in: int, depth: int) -> Sensitivity:
             if divergence > HOPELESS:
                 break
     return Sensitivity(num_in, curves)
+
+
+def largest_within(
+    plan: Callable[[float], Schedule | None], cost: SequenceCost, budget: float
+) -> Schedule | None:
+    """Of schedules that are planned for some share, the largest whose own cost is in the budget."""
+    found: Schedule | None = None
+    low, high = budget, 1.0
+    while high - low > _CLOSE:
+        middle = (low + high) / 2
+        schedule = plan(middle)
+        if schedule is not None and cost(schedule) <= budget:
+            found, low = schedule, middle
+        else:
+            high = middle
+    return found
 
 
 class Variants:
@@ -70,7 +93,7 @@ class Variants:
             count = self._num_in - max(1, round(_PROBE * self._num_in))
             plain = self._search.probe((_setting(block, count, PLAIN),))
             self._known[block] = {PLAIN: 1.0}
-            for variant in VARIANTS[1:] if plain > _HARMLESS else ():
+            for variant in VARIANTS[1:] if plain > HARMLESS else ():
                 divergence = self._search.probe((_setting(block, count, variant),))
                 self._known[block][variant] = divergence / plain
         return self._known[block]

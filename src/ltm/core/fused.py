@@ -179,12 +179,14 @@ def _(matrix: Tensor, tokens: Tensor) -> Tensor:
 @torch.library.custom_op(
     "ltm::importance",
     mutates_args=(),
-    schema="(Tensor qkv, Tensor? size, int num_heads, float scale) -> Tensor",
+    schema="(Tensor qkv, Tensor? size, int num_heads, float scale, float power) -> Tensor",
 )
-def importance(qkv: Tensor, size: Tensor | None, num_heads: int, scale: float) -> Tensor:
+def importance(
+    qkv: Tensor, size: Tensor | None, num_heads: int, scale: float, power: float
+) -> Tensor:
     """Attention received from the first token, a mean over heads, `b t (3 h d) -> b t`."""
     with torch.cuda.device_of(qkv):
-        return _kernels().importance(qkv, size, num_heads, scale)
+        return _kernels().importance(qkv, size, num_heads, scale, power)
 
 
 @importance.register_fake
@@ -195,18 +197,36 @@ def _(qkv: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op(
     "ltm::attention",
     mutates_args=(),
-    schema="(Tensor qkv, Tensor size, int num_heads, float scale) -> Tensor",
+    schema="(Tensor qkv, Tensor size, int num_heads, float scale, float power) -> Tensor",
 )
-def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor:
+def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float, power: float) -> Tensor:
     """Attention to keys that count as often as their size says, `b t (3 h d) -> b t (h d)`."""
     with torch.cuda.device_of(qkv):
-        return _kernels().attention(qkv, size, num_heads, scale)
+        return _kernels().attention(qkv, size, num_heads, scale, power)
 
 
 @attention.register_fake
 def _(qkv: Tensor, *_: Any) -> Tensor:
     b, t, width = qkv.shape
     return qkv.new_empty(b, t, width // 3)
+
+
+@torch.library.custom_op(
+    "ltm::by_attention",
+    mutates_args=(),
+    schema="(Tensor weight, Tensor? size, Tensor attention, float power, float least) -> Tensor",
+)
+def by_attention(
+    weight: Tensor, size: Tensor | None, attention: Tensor, power: float, least: float
+) -> Tensor:
+    """Weights times the attention per patch, against an even share, to a power, `b t`."""
+    with torch.cuda.device_of(attention):
+        return _kernels().by_attention(weight, size, attention, power, least)
+
+
+@by_attention.register_fake
+def _(_weight: Any, _size: Any, attention: Tensor, *_: Any) -> Tensor:
+    return attention.new_empty(attention.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(

@@ -20,7 +20,7 @@ SMALLEST_SIZE = tl.constexpr(1e-10)
 
 @triton.jit
 def _importance_kernel(
-    qkv, size, importance, t, heads, d, size_stride, scale,
+    qkv, size, importance, t, heads, d, size_stride, scale, power,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The attention that every token of an image receives from the first in one head."""
@@ -37,7 +37,7 @@ def _importance_kernel(
     scores = tl.sum(key.to(tl.float32) * query[None], axis=1) * scale
     if HAS_SIZE:
         found = tl.load(size + image * size_stride + everyone, mask=inside, other=1.0)
-        scores += tl.log(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
+        scores += power * tl.log(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
     scores = tl.where(inside, scores, float("-inf"))
     scores = tl.exp(scores - tl.max(scores, axis=0))
     received = scores / tl.sum(scores, axis=0)
@@ -46,7 +46,7 @@ def _importance_kernel(
 
 @triton.jit
 def _attention_kernel(
-    qkv, size, out, t, heads, d, size_stride, scale,
+    qkv, size, out, t, heads, d, size_stride, scale, power,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Attention of some queries of a head, to keys that count as often as their size says."""
@@ -72,7 +72,7 @@ def _attention_kernel(
         key = tl.load(place + heads * d, mask=valid, other=0.0)
         value = tl.load(place + 2 * heads * d, mask=valid, other=0.0)
         found = tl.load(size + image * size_stride + columns, mask=there, other=1.0)
-        bias = tl.log2(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
+        bias = power * tl.log2(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
         scores = tl.where(there[None], scores + bias[None], float("-inf"))
         now = tl.maximum(largest, tl.max(scores, axis=1))
@@ -89,20 +89,25 @@ def _attention_kernel(
     )  # fmt: skip
 
 
-def importance(qkv: Tensor, size: Tensor | None, num_heads: int, scale: float) -> Tensor:
+def importance(
+    qkv: Tensor, size: Tensor | None, num_heads: int, scale: float, power: float = 1.0
+) -> Tensor:
     """Attention received from the first token, from the output of a `qkv` projection."""
     b, t, width = qkv.shape
     d = width // (3 * num_heads)
     found = torch.empty(b, num_heads, t, device=qkv.device)
     size_, stride = sizes_of(size, found)
     _importance_kernel[b, num_heads](
-        qkv.contiguous(), size_, found, t, num_heads, d, stride, scale, HAS_SIZE=size is not None,
-        TOKENS=triton.next_power_of_2(t), WIDTH=triton.next_power_of_2(d), num_warps=4,
+        qkv.contiguous(), size_, found, t, num_heads, d, stride, scale, power,
+        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t),
+        WIDTH=triton.next_power_of_2(d), num_warps=4,
     )  # fmt: skip
     return found.mean(dim=1)
 
 
-def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor:
+def attention(
+    qkv: Tensor, size: Tensor, num_heads: int, scale: float, power: float = 1.0
+) -> Tensor:
     """Proportional attention, from the output of a `qkv` projection to the input of `proj`."""
     b, t, width = qkv.shape
     d = width // (3 * num_heads)
@@ -110,7 +115,7 @@ def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float) -> Tensor
     size_, stride = sizes_of(size, size)
     rows, columns, warps, stages = (32, 64, 4, 2) if b < FEW_IMAGES else (64, 32, 4, 3)
     _attention_kernel[(triton.cdiv(t, rows) * b * num_heads,)](
-        qkv.contiguous(), size_, out, t, num_heads, d, stride, scale,
+        qkv.contiguous(), size_, out, t, num_heads, d, stride, scale, power,
         ROWS=rows, COLUMNS=columns, WIDTH=max(16, triton.next_power_of_2(d)),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

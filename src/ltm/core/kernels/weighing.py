@@ -81,6 +81,38 @@ def _inform_kernel(
     tl.store(weight + image * t + everyone, counted, mask=inside)
 
 
+@triton.jit
+def _by_attention_kernel(
+    weight, size, attention, weighed, t, weight_stride, size_stride, power, least,
+    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of an image weigh, by the attention that each of their patches receives."""
+    image, everyone = tl.program_id(0), tl.arange(0, TOKENS)
+    inside = everyone < t
+    share = tl.load(attention + image * t + everyone, mask=inside, other=0.0).to(tl.float32) * t
+    if HAS_SIZE:
+        found = tl.load(size + image * size_stride + everyone, mask=inside, other=1.0)
+        share = share / tl.maximum(found.to(tl.float32), 1.0)
+    before = tl.load(weight + image * weight_stride + everyone, mask=inside, other=0.0)
+    after = before * tl.exp(power * tl.log(tl.maximum(share, least)))
+    tl.store(weighed + image * t + everyone, after, mask=inside)
+
+
+def by_attention(
+    weight: Tensor, size: Tensor | None, attention: Tensor, power: float, least: float
+) -> Tensor:
+    """Weights times the attention per patch, against an even share of it, to a power."""
+    b, t = attention.shape
+    weighed = torch.empty(b, t, device=attention.device)
+    weight_, weight_stride = sizes_of(weight.float(), weighed)
+    size_, stride = sizes_of(size, weighed)
+    _by_attention_kernel[(b,)](
+        weight_, size_, attention.contiguous(), weighed, t, weight_stride, stride, power, least,
+        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), num_warps=4,
+    )  # fmt: skip
+    return weighed
+
+
 def pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     """The mean patch of every image, by size."""
     b, t, c = tokens.shape

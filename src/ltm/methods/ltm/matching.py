@@ -76,6 +76,8 @@ class MatchingMerger(LTMMerger):
         power, received = self.config.attended, hints.importance
         if power == 0 or received is None:
             return weight
+        if fused.takes(received, weight):
+            return fused.by_attention(weight, hints.size, received, power, _LEAST_SHARE)
         each = received.float() if hints.size is None else received / hints.size.clamp_min(1)
         return weight * (each * each.shape[1]).clamp_min(_LEAST_SHARE) ** power
 
