@@ -177,6 +177,21 @@ def test_a_default_schedule_that_suits_no_hardware_is_a_start_too(vit, images):
     assert len(result.config.sites) <= settings.num_sites
 
 
+def test_the_last_block_pays_where_nobody_reads_its_patches(vit, images):
+    settings = Settings(num_trials=1, num_sites=4, multiple=1)
+    calibration = Calibration(vit, images, None, settings)
+    last = len(vit.blocks) - 1
+    [start] = calibration._without_last(0.7)
+    assert (start[-1].block, start[-1].count) == (last, 1)
+    assert calibration.cost(start) <= 0.7
+    default = calibration._uncalibrated(0.7)
+    assert sum(s.count for s in start[:-1]) > sum(s.count for s in default)
+    assert calibration.search.probe((start[-1],)) < 1e-7
+    averaging = toy("vit")
+    averaging.global_pool = "avg"
+    assert Calibration(averaging, images, None, settings)._without_last(0.7) == []
+
+
 def test_counts_suit_the_hardware():
     levels = token_levels(196, 1, None)
     assert all((level + 1) % 8 == 0 for level in levels)
