@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
+from timm.data.transforms import RandomResizedCropAndInterpolation
 
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.sampling import random_numbers_of
@@ -59,8 +62,9 @@ def test_evaluation_is_timms(picture):
     assert torch.allclose((pixels / 255 - mean) / std, expected, atol=1e-6)
 
 
-def test_training_varies_images_by_their_random_numbers(picture):
-    transform = training_transform(ImageSpec(size=(32, 32)), AugmentConfig(erase=1.0))
+@pytest.mark.parametrize("augment", [AugmentConfig(erase=1.0), AugmentConfig.light()])
+def test_training_varies_images_by_their_random_numbers(picture, augment):
+    transform = training_transform(ImageSpec(size=(32, 32)), augment)
 
     def vary(key):
         with random_numbers_of(key):
@@ -70,6 +74,19 @@ def test_training_varies_images_by_their_random_numbers(picture):
     assert vary(1).dtype == torch.uint8
     assert torch.equal(vary(1), vary(1))
     assert not torch.equal(vary(1), vary(2))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+def test_crops_are_resized_as_pillow_does_it(picture, monkeypatch, interpolation, flip):
+    place = (3, 5, 20, 30)  # top, left, height, width
+    monkeypatch.setattr(RandomResizedCropAndInterpolation, "get_params", lambda *_: place)
+    spec = ImageSpec(size=(24, 32), interpolation=interpolation)
+    augment = replace(AugmentConfig.light(), hflip=flip)
+    found = training_transform(spec, augment)(picture)
+    crop = picture.crop((5, 3, 35, 23)).resize((32, 24), getattr(Image, interpolation.upper()))
+    expected = np.asarray(crop.transpose(Image.FLIP_LEFT_RIGHT) if flip else crop)
+    assert np.abs(found.permute(1, 2, 0).numpy() - expected.astype(int)).max() <= 2
 
 
 def test_no_augmentation_is_what_evaluation_sees(picture):

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
+from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor, nn
 from torchvision.transforms import Compose
 
@@ -79,6 +82,9 @@ def training_transform(spec: ImageSpec, augment: AugmentConfig) -> Transform:
     """Vary images as timm trains: random crops, flips, a policy such as RandAugment, erasing."""
     if not augment.varies:
         return evaluation_transform(spec)
+    erasing = [_Erase(augment.erase, spec)] if augment.erase > 0.0 else []
+    if not (augment.auto_augment or augment.color_jitter) and spec.interpolation in _SMOOTH:
+        return Compose([_CropAndFlip(spec, augment), *erasing])
     transform = create_transform(
         input_size=(3, *spec.size),
         is_training=True,
@@ -92,10 +98,32 @@ def training_transform(spec: ImageSpec, augment: AugmentConfig) -> Transform:
         std=spec.std,
         use_prefetcher=True,
     )
-    steps: list[Any] = [transform, _to_tensor]
-    if augment.erase > 0.0:
-        steps.append(_Erase(augment.erase, spec))
-    return Compose(steps)
+    return Compose([transform, _to_tensor, *erasing])
+
+
+_SMOOTH = ("bilinear", "bicubic")
+
+
+class _CropAndFlip:
+    """timm's random crops and flips; torch resizes 8-bit images three times as fast as Pillow."""
+
+    def __init__(self, spec: ImageSpec, augment: AugmentConfig) -> None:
+        self._spec, self._augment = spec, augment
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        augment = self._augment
+        top, left, height, width = RandomResizedCropAndInterpolation.get_params(
+            image, augment.scale, augment.ratio
+        )
+        pixels = torch.from_numpy(np.array(image))[top : top + height, left : left + width]
+        resized = F.interpolate(
+            pixels.permute(2, 0, 1)[None],
+            size=self._spec.size,
+            mode=self._spec.interpolation,
+            antialias=True,
+        )[0]
+        flipped = random.random() < augment.hflip  # noqa: S311
+        return (resized.flip(2) if flipped else resized).contiguous()
 
 
 def _to_tensor(pixels: np.ndarray | Tensor) -> Tensor:
