@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from ltm.experiments.writing import to_csv, to_markdown, write_table
 CALLS: list[int] = []
 BROKEN: set[int] = set()
 STOPS: set[int] = set()
+LOSES: dict[int, Path] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,14 @@ def count(job: Count, place: Place) -> dict[str, Any]:
     if job.number in BROKEN:
         raise RuntimeError(f"number {job.number} is broken")
     (place.work(job) / "model").mkdir()
+    if job.number in LOSES:
+        LOSES[job.number].rmdir()
     return {"parameters": job.number * 1e6}
 
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    for memory in (CALLS, BROKEN, STOPS):
+    for memory in (CALLS, BROKEN, STOPS, LOSES):
         memory.clear()
 
 
@@ -121,6 +125,15 @@ def test_a_lost_network_is_made_again_but_its_row_stays(place: Place) -> None:
     run_jobs([Count(number=2, start=base)], place)
     assert CALLS == [1, 1, 2]
     assert (place.store.row_folder(base) / "row.json").read_text() == row
+
+
+def test_a_network_that_is_lost_on_the_way_is_made_again(place: Place) -> None:
+    base = Count(number=1)
+    run_jobs([base], place)
+    LOSES[5] = place.work(base) / "model"
+    summary = run_jobs([Count(number=5), Count(number=2, start=base)], place)
+    assert not summary.failed
+    assert CALLS == [1, 5, 1, 2]
 
 
 def test_a_locked_row_is_left_to_whoever_runs_it(place: Place) -> None:

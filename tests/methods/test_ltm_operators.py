@@ -180,7 +180,8 @@ def test_tokens_weigh_by_the_attention_of_their_patches() -> None:
     received, size = torch.tensor([[0.5, 0.1, 0.4]]), torch.tensor([[1.0, 1.0, 4.0]])
     hints = Hints(num_out=1, size=size, importance=received)
     weight = _merger("merge").by_attention(size, hints)
-    assert torch.allclose(weight, size * (3 * received / size).sqrt())
+    assert torch.allclose(weight[:, 1:], (size * (3 * received / size).sqrt())[:, 1:])
+    assert torch.equal(weight[:, :1], size[:, :1])  # the class token is nobody's patch
     unseen = Hints(num_out=1, size=size)
     assert torch.equal(_merger("merge").by_attention(size, unseen), size)
 
@@ -193,6 +194,26 @@ def test_sizes_count_by_their_power_after_a_matching_only() -> None:
 def test_a_config_with_operators_is_plain_values() -> None:
     config = LTM(sites=(1, 3), counts=(20, 9), operators=("norm", "merge"), protections=(1, 0))
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_config_that_was_saved_before_a_setting_existed_is_what_it_was():
+    values = LTM(ratio=0.6).to_dict()
+    del values["attended"], values["size_power"]
+    assert config_from_dict(values) == LTM(ratio=0.6)
+    assert config_from_dict(values, saved=True) == LTM(ratio=0.6, attended=0.0, size_power=1.0)
+
+
+def test_who_is_alone_in_a_group_and_the_prefix_stay_exactly_as_they_are():
+    torch.manual_seed(0)
+    tokens = torch.randn(3, 13, 16).bfloat16()
+    merge = _merger("merge")(tokens, _hints(13, 8)).merge
+    merged = merge.average(tokens)
+    assert torch.equal(merged[:, 0], tokens[:, 0])
+    for image in range(3):
+        places = merge.assignment[image].tolist()
+        for token, place in enumerate(places):
+            if places.count(place) == 1:
+                assert torch.equal(merged[image, place], tokens[image, token])
 
 
 @pytest.mark.parametrize(

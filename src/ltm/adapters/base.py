@@ -210,7 +210,6 @@ def make_slots(
             index,
             starts=fresh,
             proportional=config.proportional_attention,
-            counting=config.counting(),
             site=by_block.get(index),
             opens=index == 0,
             last=index == len(starts) - 1,

@@ -16,6 +16,9 @@ from ltm.adapters.conversion import Resizable
 from ltm.adapters.state import TokenState
 from ltm.core.schedule import Grid
 
+SMALL_MAP = 64
+"""Sides up to which products stretch a map faster than torch's own kernel on a GPU."""
+
 POOL = "pool"
 """The slot in which the last block leaves its token sizes, `b h w`, for the head."""
 
@@ -36,23 +39,24 @@ def stretch(x: Tensor, size: Sequence[int]) -> Tensor:
     On a GPU torch has a thread for every pixel of one map, and small maps leave it idle: two
     products are many times as fast.
     """
-    if x.is_cuda:
+    if x.is_cuda and max(*x.shape[2:], *size) <= SMALL_MAP:
         return stretch_by_products(x, size)
     return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
 
 
 def stretch_by_products(x: Tensor, size: Sequence[int]) -> Tensor:
-    """The same, rows and columns apart."""
+    """The same, rows and columns apart, in single precision whatever surrounds it."""
     rows, columns = (
         _linear(before, after, x) for before, after in zip(x.shape[2:], size, strict=True)
     )
-    return ((x @ columns).mT @ rows).mT
+    with torch.autocast(x.device.type, enabled=False):
+        return (rows.mT @ (x.float() @ columns)).to(x.dtype)
 
 
 def _linear(num_in: int, num_out: int, like: Tensor) -> Tensor:
     """Weights `n m` of linear interpolation."""
     each = torch.eye(num_in, device=like.device)[None]
-    return F.interpolate(each, size=num_out, mode="linear", align_corners=False)[0].to(like.dtype)
+    return F.interpolate(each, size=num_out, mode="linear", align_corners=False)[0]
 
 
 class SizedPool(SelectAdaptivePool2d):

@@ -63,6 +63,7 @@ class Planner:
         self.macs_before = count_macs(self.shadow, images)
         self.keeps_grid = self.layout.entry is not None and config.keeps_grid()
         self.chosen = self._chosen_blocks()
+        self.step = self.layout.multiple
 
     def plan(self) -> Plan:
         """The plan that the config asks for; a ValueError where it cannot be met."""
@@ -153,11 +154,13 @@ class Planner:
         if few is None or not self.keeps_grid or self.config.sites is not None:
             return None
         everywhere, self.chosen = self.chosen, few
-        with suppress(ValueError):  # too few to get there
-            counts = self._fitted(ratio)
-            if self.cost(counts) >= (1 - _NEAR) * ratio * self.macs_before:
-                return counts
-        self.chosen = everywhere
+        for step in dict.fromkeys((self.layout.multiple, 1)):
+            self.step = step
+            with suppress(ValueError):  # too few to get there
+                counts = self._fitted(ratio)
+                if self.cost(counts) >= (1 - _NEAR) * ratio * self.macs_before:
+                    return counts
+        self.chosen, self.step = everywhere, self.layout.multiple
         return None
 
     def _fitted(self, ratio: float) -> Counts:
@@ -185,7 +188,7 @@ class Planner:
     def _grid_at(self, strengths: Sequence[float]) -> Counts:
         """Grids at a strength per block; blocks that were not chosen do not merge."""
         chosen = [s if index in self.chosen else 0.0 for index, s in enumerate(strengths)]
-        grids = grid_counts(chosen, self._entry(), self.layout.stage_sizes, self.layout.multiple)
+        grids = grid_counts(chosen, self._entry(), self.layout.stage_sizes, self.step)
         return {index: grids[index] for index in self.chosen}
 
     def _relaxed(self, counts: Counts, cost: float, budget: float) -> Counts:
@@ -213,7 +216,7 @@ class Planner:
         assert site.grid_in is not None
         assert site.grid_out is not None
         (h, w), (most_h, most_w) = site.grid_out, site.grid_in
-        step = self.layout.multiple
+        step = self.step
         taller = (min(most_h, h // step * step + step), w)
         wider = (h, min(most_w, w // step * step + step))
         grids = [taller, wider] if h / most_h < w / most_w else [wider, taller]

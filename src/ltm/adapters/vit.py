@@ -243,6 +243,7 @@ class ViTAdapter(Adapter):
         assert vit is not None
         starts = [index == 0 for index in range(len(vit.blocks))]
         for block, slot in zip(vit.blocks, make_slots(config, sites, state, starts), strict=True):
+            slot.counting = config.counting()
             convert_block_(block, config, slot)
         become_(vit, _CLASSES[type(vit)])
 

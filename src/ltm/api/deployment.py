@@ -82,7 +82,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     config = _read_config(folder)
     merging = dict(config["token_merging"])
     known = {name: merging.pop(name) for name in _CONVERSION_ENTRIES}
-    method = config_from_dict(merging)
+    method = config_from_dict(merging, saved=True)
     if model is None:
         model = timm.create_model(config["architecture"], **config.get("model_args", {}))
     exact = dataclasses.replace(

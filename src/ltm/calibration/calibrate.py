@@ -164,8 +164,11 @@ class Calibration:
             return []
 
         def default(share: float) -> Schedule | None:
-            sites = self._uncalibrated(share) or ()
-            return self._suited((*(s for s in sites if s.block < last.block), last))
+            sites = tuple(s for s in self._uncalibrated(share) or () if s.block < last.block)
+            suited = self._suited(sites)
+            if not suited or suited[-1].count == last.count:
+                return None
+            return (*suited, last) if len(suited) < self.settings.num_sites else None
 
         found = largest_within(default, self.cost, budget)
         return [] if found is None else [found]

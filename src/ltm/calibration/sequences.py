@@ -64,14 +64,17 @@ def probe_blocks(search: Search, num_in: int, depth: int) -> Sensitivity:
 def largest_within(
     plan: Callable[[float], Schedule | None], cost: SequenceCost, budget: float
 ) -> Schedule | None:
-    """Of schedules that are planned for some share, the largest whose own cost is in the budget."""
+    """Of schedules that are planned for some share, the largest whose own cost is in the budget.
+
+    Small shares may have no plan: larger ones have fewer sites.
+    """
     found: Schedule | None = None
     low, high = budget, 1.0
     while high - low > _CLOSE:
         middle = (low + high) / 2
         schedule = plan(middle)
-        if schedule is not None and cost(schedule) <= budget:
-            found, low = schedule, middle
+        if schedule is None or cost(schedule) <= budget:
+            found, low = schedule or found, middle
         else:
             high = middle
     return found

@@ -67,6 +67,11 @@ def takes_importance(qkv: Tensor, head_dim: int) -> bool:
     return qkv.shape[1] <= MAX_TOKENS and takes_attention(qkv, head_dim)
 
 
+def takes_mix(x: Tensor, matrix: Tensor) -> bool:
+    """Whether a kernel multiplies these; where torch may choose the precision, it does."""
+    return not torch.is_autocast_enabled(x.device.type) and takes(x, matrix)
+
+
 def _is_recorded() -> bool:
     """Exported networks have to run where these operators are not known."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
@@ -214,14 +219,20 @@ def _(qkv: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op(
     "ltm::by_attention",
     mutates_args=(),
-    schema="(Tensor weight, Tensor? size, Tensor attention, float power, float least) -> Tensor",
+    schema="(Tensor weight, Tensor? size, Tensor attention, float power, float least, "
+    "int num_prefix) -> Tensor",
 )
 def by_attention(
-    weight: Tensor, size: Tensor | None, attention: Tensor, power: float, least: float
+    weight: Tensor,
+    size: Tensor | None,
+    attention: Tensor,
+    power: float,
+    least: float,
+    num_prefix: int,
 ) -> Tensor:
     """Weights times the attention per patch, against an even share, to a power, `b t`."""
     with torch.cuda.device_of(attention):
-        return _kernels().by_attention(weight, size, attention, power, least)
+        return _kernels().by_attention(weight, size, attention, power, least, num_prefix)
 
 
 @by_attention.register_fake

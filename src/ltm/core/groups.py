@@ -15,7 +15,7 @@ from torch import Tensor
 from ltm.core import fused
 from ltm.core.merge import Merge
 
-_TINY = 1e-6
+_TINY = 1e-12
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,16 +56,20 @@ class MatchedMerge(Merge):
     def _total(self) -> Tensor:
         return self._add(self.weight[..., None]).clamp_min(_TINY)
 
+    def _weighed(self, x: Tensor) -> Tensor:
+        """Tokens times their share of their group: who is alone in it stays exactly as it is."""
+        total = self._total().gather(1, self.assignment[..., None])
+        return x * (self.weight[..., None] / total).to(x.dtype)
+
     def average(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        return self._add(x * self.weight[..., None].to(x.dtype)) / self._total().to(x.dtype)
+        return self._add(self._weighed(x))
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         if self.order is not None and fused.takes(x, self.weight):
             return self._fused(x, None, self.order)[0]
         if not self.keep_norm:
             return self.average(x)
-        # The length is replaced anyway, so there is no need to divide by the total first.
-        summed = self._add(x * self.weight[..., None].to(x.dtype))
+        summed = self.average(x)
         norm = _length(x) * (self.weight > 0)
         largest = norm.new_zeros(x.shape[0], self.num_places)
         largest = largest.scatter_reduce(1, self.assignment, norm, "amax")

@@ -245,7 +245,7 @@ class StaticMerge(Merge):
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         matrix = self.matrix.to(x.dtype)
-        return fused.mix(matrix, x) if fused.takes(x, matrix) else matrix @ x
+        return fused.mix(matrix, x) if fused.takes_mix(x, matrix) else matrix @ x
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return self.back.to(y.dtype) @ y

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from ltm.data.config import DataConfig
 from ltm.data.folders import StoredImages, label_paths, list_images
-from ltm.data.images import ImageFiles, UnreadableImages, next_readable, to_rgb
+from ltm.data.images import ImageFiles, OnDevices, UnreadableImages, next_readable, to_rgb
 from ltm.data.shapes import ShapesClassification, Transform, shapes_options
 from ltm.data.shards import TarShards, expand_shards
 from ltm.data.stores import open_store
@@ -48,7 +48,7 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         self._files = files
         self._labels = np.asarray(labels, dtype=np.int64)
         self.indices: Sequence[int] = range(len(files))
-        self.kept: dict[str, Any] = {}
+        self.kept = OnDevices()
         """All images by device, where they are kept there; shared by all views of these files."""
 
     @property

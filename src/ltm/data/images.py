@@ -3,7 +3,7 @@
 import io
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -117,6 +117,13 @@ def _warn(path: str, reason: str = "") -> None:
 def _some(paths: Sequence[str], limit: int = 20) -> str:
     more = f" and {len(paths) - limit} more" if len(paths) > limit else ""
     return ", ".join(paths[:limit]) + more
+
+
+class OnDevices(dict[str, Any]):
+    """What a process keeps of a data set by device; views share it, pickles leave it behind."""
+
+    def __reduce__(self) -> Any:
+        return OnDevices, ()
 
 
 def decode(data: bytes) -> Image.Image:

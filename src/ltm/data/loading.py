@@ -222,7 +222,8 @@ def _resident(
 ) -> Loader:
     check_resident(dataset, spec, augment)
     pixels = all_pixels(dataset, torch.device(device))
-    batches = Resident(pixels, order, spec, augment, batch_size=config.batch_size)
+    indices: Any = dataset.indices  # pyright: ignore[reportAttributeAccessIssue]
+    batches = Resident(pixels, indices, order, spec, augment, batch_size=config.batch_size)
     if augment is not None:
         _require_batch(len(batches), len(order), config.batch_size)
     return Loader(batches, dataset, order)

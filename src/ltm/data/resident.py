@@ -10,8 +10,7 @@ Letters: b images, n pixels of an image's side, m pixels of a crop's side.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from ltm.data.transforms import ImageSpec
 
 TRIES = 10
 """How often a crop of random area and shape is drawn anew where it is larger than the image."""
-_THREADS = 8
 
 
 class Pixels(NamedTuple):
@@ -38,11 +36,15 @@ class Pixels(NamedTuple):
 
 
 class Resident:
-    """Batches of images that are all on the device: the same ones whenever an epoch comes again."""
+    """Batches of images that are all on the device: the same ones whenever an epoch comes again.
+
+    Random numbers belong to a batch: several processes draw other crops than one alone.
+    """
 
     def __init__(
         self,
         pixels: Pixels,
+        indices: Sequence[int],
         order: TrainingSampler | EvaluationSampler,
         spec: ImageSpec,
         augment: AugmentConfig | None,
@@ -50,7 +52,8 @@ class Resident:
         batch_size: int,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._pixels, self._order, self._spec, self._augment = pixels, order, spec, augment
+        self._pixels, self._indices, self._order = pixels, indices, order
+        self._spec, self._augment = spec, augment
         self._batch_size, self._dtype = batch_size, dtype
         device = pixels.images.device
         self._mean = 255 * torch.tensor(spec.mean, device=device)[:, None, None]
@@ -69,21 +72,23 @@ class Resident:
 
     def _batch(self, draws: list[Draw]) -> Batch:
         device = self._pixels.images.device
-        chosen = torch.tensor([draw.index for draw in draws]).to(device, non_blocking=True)
+        chosen = torch.tensor([self._indices[draw.index] for draw in draws])
+        chosen = chosen.to(device, non_blocking=True)
         images = self._pixels.images[chosen]
         if self._augment is None or not self._augment.varies:
             rows, columns = _middle(images, self._spec)
         else:
             generator = torch.Generator().manual_seed(draws[0].key)
             rows, columns = _varied(images, self._spec, self._augment, generator)
-        narrow = _as_bytes(images.float() @ columns.mT)
-        found = (_as_bytes(rows @ narrow) - self._mean) / self._std
+        with torch.autocast(device.type, enabled=False):
+            narrow = _as_bytes(images.float() @ columns.mT)
+            found = (_as_bytes(rows @ narrow) - self._mean) / self._std
         return Batch(found.to(self._dtype), self._pixels.labels[chosen])
 
 
 def _as_bytes(pixels: Tensor) -> Tensor:
-    """What 8 bits can say."""
-    return pixels.round().clamp(0, 255)
+    """What 8 bits can say, rounded as Pillow does: halves go up, however a sum came about."""
+    return (pixels + (0.5 + 1e-4)).floor().clamp(0, 255)
 
 
 def check_resident(dataset: LabelledImages, spec: ImageSpec, augment: AugmentConfig | None) -> None:
@@ -95,6 +100,11 @@ def check_resident(dataset: LabelledImages, spec: ImageSpec, augment: AugmentCon
             f"resident is set, but images are to be resized by {spec.interpolation} and cropped by "
             f"{spec.crop_mode}; only {', '.join(_FILTERS)} and center can be done on the device"
         )
+    if spec.size[0] != spec.size[1]:
+        raise ValueError(
+            f"resident is set, but the network takes {spec.size[0]}x{spec.size[1]} pixels; only "
+            "square images can be cropped on the device"
+        )
     for name in ("color_jitter", "auto_augment", "erase"):
         if augment is not None and getattr(augment, name):
             raise ValueError(
@@ -104,15 +114,11 @@ def check_resident(dataset: LabelledImages, spec: ImageSpec, augment: AugmentCon
 
 
 def all_pixels(dataset: Any, device: torch.device) -> Pixels:
-    """The images of a data set, all of one size; decoded once, whoever asks for them again."""
+    """All images behind a data set, of one size; decoded once, whoever asks for them again."""
     kept: dict[str, Pixels] = dataset.kept
     if str(device) not in kept:
         kept[str(device)] = _read(dataset.whole().with_transform(None), device)
-    whole = kept[str(device)]
-    if len(dataset) == len(whole.labels):
-        return whole
-    chosen = torch.as_tensor(list(dataset.indices), device=device)
-    return Pixels(whole.images[chosen], whole.labels[chosen])
+    return kept[str(device)]
 
 
 def _read(dataset: Any, device: torch.device) -> Pixels:
@@ -125,8 +131,7 @@ def _read(dataset: Any, device: torch.device) -> Pixels:
         )
     images = torch.empty(len(dataset), *first.shape, dtype=torch.uint8)
     labels = torch.empty(len(dataset), dtype=torch.int64)
-
-    def read(index: int) -> None:
+    for index in range(len(dataset)):
         image, label = dataset[index]
         found = pil_to_tensor(image)
         if found.shape != first.shape:
@@ -136,12 +141,6 @@ def _read(dataset: Any, device: torch.device) -> Pixels:
                 f"{found.shape[2]}x{found.shape[1]}"
             )
         images[index], labels[index] = found, label
-
-    with ThreadPoolExecutor(_THREADS) as threads:
-        for _ in threads.map(read, range(len(dataset))):
-            pass
-    if getattr(dataset, "unreadable", None) is not None:
-        dataset.unreadable.report()
     return Pixels(images.to(device), labels.to(device))
 
 
@@ -175,24 +174,15 @@ def resampling(
 
 def _middle(images: Tensor, spec: ImageSpec) -> tuple[Tensor, Tensor]:
     """Weights of rows and columns: the shorter side resized, the middle kept, as timm evaluates."""
-    sides = images.shape[2:]
-    short = [math.floor(side / spec.crop_ratio) for side in spec.size]
+    sides, short = images.shape[2:], math.floor(spec.size[0] / spec.crop_ratio)
     found: list[Tensor] = []
-    for side, num_out, resized in zip(sides, spec.size, _resized(sides, short), strict=True):
+    for side, num_out in zip(sides, spec.size, strict=True):
+        resized = int(short * side / min(sides))
         start = torch.zeros(1, device=images.device)
         weight = resampling(start, start + side, resized, side, spec.interpolation)
         first = round((resized - num_out) / 2)
         found.append(weight[:, None, first : first + num_out])
     return found[0], found[1]
-
-
-def _resized(sides: torch.Size, wanted: list[int]) -> tuple[int, int]:
-    height, width = sides
-    if wanted[0] != wanted[1]:
-        return wanted[0], wanted[1]
-    if height <= width:
-        return wanted[0], int(wanted[0] * width / height)
-    return int(wanted[0] * height / width), wanted[0]
 
 
 def _varied(

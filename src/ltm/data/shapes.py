@@ -14,6 +14,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 
+from ltm.data.images import OnDevices
 from ltm.data.masks import encode_counts
 from ltm.data.painting import Painting, paint
 from ltm.data.scenes import class_names, draw_scene
@@ -60,7 +61,7 @@ class ShapesClassification(Dataset[tuple[Any, int]]):
         self.transform = transform
         self.indices = range(_positive("num_images", num_images))
         self._num_images = num_images
-        self.kept: dict[str, Any] = {}
+        self.kept = OnDevices()
         """All images by device, where they are kept there; shared by all views of this data set."""
         self._cached: dict[int, np.ndarray] | None = (
             {} if num_images * 3 * image_size**2 <= _MAX_CACHED_BYTES else None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchvision.transforms import Compose
 
 from ltm.data.config import AugmentConfig, DataConfig
+from ltm.data.images import to_rgb
 from ltm.data.sampling import make_key, random_numbers_of
 from ltm.data.shapes import Transform
 
@@ -115,7 +116,8 @@ class _CropAndFlip:
         top, left, height, width = RandomResizedCropAndInterpolation.get_params(
             image, augment.scale, augment.ratio
         )
-        pixels = torch.from_numpy(np.array(image))[top : top + height, left : left + width]
+        crop = to_rgb(image.crop((left, top, left + width, top + height)))
+        pixels = torch.from_numpy(np.array(crop))
         resized = F.interpolate(
             pixels.permute(2, 0, 1)[None],
             size=self._spec.size,

@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
-from ltm.training.config import Settings
+from ltm.training.config import MergeSettings, Settings
 from ltm.training.detection_config import DetectionSettings
+from ltm.training.models import method_config
 
 _ELSEWHERE = {"device", "devices", "strategy", "workers", "keep_every", "eval_batch_size"}
 """Settings of the machine, which say nothing about the result."""
@@ -160,6 +161,9 @@ def _plain(name: str, value: Any, *, whole: bool) -> Any:
     if dataclasses.is_dataclass(value):
         fields = [f for f in dataclasses.fields(value) if f.name not in _ELSEWHERE]
         parts = {f.name: _plain(f.name, getattr(value, f.name), whole=whole) for f in fields}
+        if whole and isinstance(value, MergeSettings):
+            config = method_config(value)
+            parts["config"] = None if config is None else _plain("", config, whole=True)
         if not whole:
             usual = {f.name: f.default for f in fields}
             parts = {n: v for n, v in parts.items() if v != {} and getattr(value, n) != usual[n]}

@@ -53,14 +53,15 @@ class _Call:
         self.place, self.store = place, place.store
         self.began = time.time()
         self.summary = Summary()
+        self.done: set[str] = set()
         self.progress: dict[str, str] = {}
 
     def run(self, ordered: list[Job]) -> Summary:
-        wanted = self._wanted(ordered)
-        self.progress = {identity(job): f"{i} of {len(wanted)}" for i, job in enumerate(wanted, 1)}
+        names = list(map(identity, ordered))
+        self.progress = {name: f"{i} of {len(names)}" for i, name in enumerate(names, 1)}
         try:
-            while wanted and not self.summary.left:
-                wanted = self._pass(wanted)
+            while (wanted := self._wanted(ordered)) and not self.summary.left:
+                self._pass(wanted)
         except KeyboardInterrupt:
             self.summary.interrupted = True
         self.summary.already = [
@@ -70,33 +71,38 @@ class _Call:
         ]
         return self.summary
 
-    def _pass(self, wanted: list[Job]) -> list[Job]:
+    def _pass(self, wanted: list[Job]) -> None:
         """Run what can be run now; what other processes are at, or have to do first, is left."""
-        busy: list[Job] = []
+        num_busy = 0
         for number, job in enumerate(wanted):
             if time.time() >= self.place.deadline:
-                self.summary.left = len(busy) + len(wanted) - number
-                break
-            if not self._try(job):
-                busy.append(job)
-        if len(busy) == len(wanted):
+                self.summary.left = num_busy + len(wanted) - number
+                return
+            num_busy += not self._try(job)
+        if num_busy == len(wanted):
             time.sleep(WAIT_SECONDS)
-        return busy
 
     def _wanted(self, ordered: list[Job]) -> list[Job]:
         """Jobs that are not done, and done ones whose lost network one of them needs."""
         wanted: set[str] = set()
         for job in reversed(ordered):
-            if self.store.values(job) is None:
+            if not self._is_done(job):
                 wanted.add(identity(job))
             if identity(job) in wanted:
                 wanted |= {identity(n) for n in job.needs() if not self.place.has_network(n)}
+        wanted -= self.summary.failed.keys()
         return [job for job in ordered if identity(job) in wanted]
+
+    def _is_done(self, job: Job) -> bool:
+        """Whether a job has a row; what is done stays so."""
+        if identity(job) not in self.done and self.store.values(job) is not None:
+            self.done.add(identity(job))
+        return identity(job) in self.done
 
     def _try(self, job: Job) -> bool:
         """Run a job unless another process is at it or at what it needs; whether it is settled."""
         needed = [need for need in job.needs() if not self._complete(need)]
-        if any(not self._has_failed(need) for need in needed):
+        if not all(self._is_hopeless(need) for need in needed):
             return False
         try:
             with self.store.lock(job).acquire(timeout=0):
@@ -115,6 +121,10 @@ class _Call:
         if self.store.values(job) is not None:
             return self.place.has_network(job) or not job.leaves_network
         return self._has_failed(job)
+
+    def _is_hopeless(self, need: Job) -> bool:
+        """Whether there is no use in waiting for a network."""
+        return not need.leaves_network or self._has_failed(need)
 
     def _has_failed(self, job: Job) -> bool:
         """Whether any process has failed at it since this call began."""
@@ -143,7 +153,7 @@ class _Call:
         self.summary.ran.append(name)
 
     def _complete(self, need: Job) -> bool:
-        return self.place.has_network(need) and self.store.values(need) is not None
+        return self.place.has_network(need) and self._is_done(need)
 
     def _fail(self, job: Job, error: str, trace: str = "") -> None:
         self.place.console.print(f"failed {identity(job)}: {error}")

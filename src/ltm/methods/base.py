@@ -159,6 +159,8 @@ class MethodConfig(ABC):
     """Weigh tokens in the attention by the number of patches they stand for."""
 
     name: ClassVar[str]
+    earlier: ClassVar[dict[str, Any]] = {}
+    """What settings were before there were names for them: for configs that were saved then."""
 
     def __post_init__(self) -> None:
         given = [f for f in ("ratio", "per_block", "counts") if getattr(self, f) is not None]
@@ -205,13 +207,15 @@ class MethodConfig(ABC):
         return {"method": self.name, **dataclasses.asdict(self)}
 
 
-def config_from_dict(values: dict[str, Any]) -> MethodConfig:
-    """The config that `to_dict` wrote."""
+def config_from_dict(values: dict[str, Any], *, saved: bool = False) -> MethodConfig:
+    """The config of some values; of `saved` ones, what it was when they were written."""
     values = dict(values)
     method = values.pop("method", None)
     if method not in _METHODS:
         raise ValueError(f"method: got {method!r}; known are {', '.join(sorted(_METHODS))}.")
     config_type = _METHODS[method]
+    if saved:
+        values = {**config_type.earlier, **values}
     known = {field.name for field in dataclasses.fields(config_type)}
     unknown = set(values) - known
     if unknown:

@@ -76,7 +76,9 @@ def load_detector(folder: str | Path) -> LoadedDetector:
     config = TASKS[known["task"]](**settings)
     merging = known["token_merging"]
     if merging is not None:
-        config = dataclasses.replace(config, merging=config_from_dict(merging["exactly"]))
+        config = dataclasses.replace(
+            config, merging=config_from_dict(merging["exactly"], saved=True)
+        )
     model = config.build() if known["host"] is None else _on_host(config, known["host"], merging)
     if merging is not None:
         for (_, merger), active in zip(mergers(model), merging["active"], strict=True):
@@ -88,7 +90,7 @@ def load_detector(folder: str | Path) -> LoadedDetector:
     except RuntimeError as error:
         raise ValueError(f"{folder}: the weights do not fit the detector: {error}") from error
     if merging is not None:
-        config = dataclasses.replace(config, merging=config_from_dict(merging["asked"]))
+        config = dataclasses.replace(config, merging=config_from_dict(merging["asked"], saved=True))
     names = tuple(entry["name"] for entry in known["categories"])
     numbers = tuple(int(entry["id"]) for entry in known["categories"])
     return LoadedDetector(model.eval(), config, names, numbers)

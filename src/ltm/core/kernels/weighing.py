@@ -83,7 +83,7 @@ def _inform_kernel(
 
 @triton.jit
 def _by_attention_kernel(
-    weight, size, attention, weighed, t, weight_stride, size_stride, power, least,
+    weight, size, attention, weighed, t, k, weight_stride, size_stride, power, least,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """What the tokens of an image weigh, by the attention that each of their patches receives."""
@@ -95,11 +95,16 @@ def _by_attention_kernel(
         share = share / tl.maximum(found.to(tl.float32), 1.0)
     before = tl.load(weight + image * weight_stride + everyone, mask=inside, other=0.0)
     after = before * tl.exp(power * tl.log(tl.maximum(share, least)))
-    tl.store(weighed + image * t + everyone, after, mask=inside)
+    tl.store(weighed + image * t + everyone, tl.where(everyone < k, before, after), mask=inside)
 
 
 def by_attention(
-    weight: Tensor, size: Tensor | None, attention: Tensor, power: float, least: float
+    weight: Tensor,
+    size: Tensor | None,
+    attention: Tensor,
+    power: float,
+    least: float,
+    num_prefix: int,
 ) -> Tensor:
     """Weights times the attention per patch, against an even share of it, to a power."""
     b, t = attention.shape
@@ -107,8 +112,8 @@ def by_attention(
     weight_, weight_stride = sizes_of(weight.float(), weighed)
     size_, stride = sizes_of(size, weighed)
     _by_attention_kernel[(b,)](
-        weight_, size_, attention.contiguous(), weighed, t, weight_stride, stride, power, least,
-        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), num_warps=4,
+        weight_, size_, attention.contiguous(), weighed, t, num_prefix, weight_stride, stride,
+        power, least, HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), num_warps=4,
     )  # fmt: skip
     return weighed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ltm.core.schedule import weighted_rate
 from ltm.methods.base import Merger, MethodConfig, Site
@@ -69,6 +69,7 @@ class LTM(MethodConfig):
     """A zero-initialised residual layer on the tokens inside the mask module."""
 
     name: ClassVar[str] = "ltm"
+    earlier: ClassVar[dict[str, Any]] = {"attended": 0.0, "size_power": 1.0}
 
     def __post_init__(self) -> None:
         given = self.sites
@@ -110,6 +111,8 @@ class LTM(MethodConfig):
         for field, power in powers:
             if not 0 <= power < math.inf:
                 raise ValueError(f"{field}: got {power}; it must not be negative.")
+        if self.size_power == 0:
+            raise ValueError("size_power: got 0; proportional_attention=False ignores sizes.")
 
     def operator_at(self, block: int) -> Operator:
         """What a site does with the tokens that leave it."""

@@ -76,10 +76,12 @@ class MatchingMerger(LTMMerger):
         power, received = self.config.attended, hints.importance
         if power == 0 or received is None:
             return weight
+        k = self.site.num_prefix
         if fused.takes(received, weight):
-            return fused.by_attention(weight, hints.size, received, power, _LEAST_SHARE)
+            return fused.by_attention(weight, hints.size, received, power, _LEAST_SHARE, k)
         each = received.float() if hints.size is None else received / hints.size.clamp_min(1)
-        return weight * (each * each.shape[1]).clamp_min(_LEAST_SHARE) ** power
+        factor = (each * each.shape[1]).clamp_min(_LEAST_SHARE) ** power
+        return torch.cat([weight[:, :k].expand(len(factor), -1), (weight * factor)[:, k:]], dim=1)
 
     def merge(
         self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"]
