@@ -134,10 +134,9 @@ def peer(bench: Bench, config: MethodConfig) -> Build:
 
 def calibrated(bench: Bench, budget: float, *, statistics: bool = False, **changes: Any) -> Build:
     """LTM with a calibrated schedule, and what may be changed about it afterwards."""
-    base = ltm.LTM() if statistics else ltm.LTM(weights="uniform")
 
     def build(model: nn.Module, fold: int) -> float:
-        found = bench.calibrated(fold, budget, base).config
+        found = bench.calibrated(fold, budget, ltm.LTM(weights="uniform")).config
         report = ltm.merge_tokens_(model, dataclasses.replace(found, **changes))
         if statistics:
             ltm.collect_statistics_(model, list(bench.fitting(fold).split(100)))
@@ -163,7 +162,8 @@ def ablation_rows(bench: Bench) -> Iterator[tuple[str, float, Build]]:
         everywhere = ltm.LTM(
             ratio=budget, sites=tuple(range(len(bench.host.blocks))), weights="uniform"
         )
-        yield "informative weights", budget, calibrated(bench, budget, statistics=True)
+        informed = calibrated(bench, budget, statistics=True, weights="informative")
+        yield "informative weights", budget, informed
         unbiased = calibrated(bench, budget, proportional_attention=False)
         yield "sizes ignored in attention", budget, unbiased
         yield "patches weigh alike", budget, calibrated(bench, budget, attended=0.0)
@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--calibration-images", type=int, default=256)
     parser.add_argument("--trials", type=int, default=150)
     parser.add_argument("--budgets", type=float, nargs="*", default=BUDGETS)
+    parser.add_argument("--methods", nargs="*", help="of the curves; all by default")
     parser.add_argument("--ablated", type=float, nargs="*", default=ABLATED)
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2)
@@ -247,6 +248,8 @@ def main() -> None:
     }
     for part, make in (("curves", curve_rows), ("ablation", ablation_rows)):
         for method, budget, build in make(bench):
+            if part == "curves" and args.methods and method not in args.methods:
+                continue
             if rows.find(part, method, budget) is None:
                 outputs, shares = bench.outputs(build)
                 rows.add(part, method, budget, outputs, shares=shares, **setting)
