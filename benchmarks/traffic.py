@@ -2,8 +2,8 @@
 
     python benchmarks/traffic.py --output results/speed/traffic.md
 
-Networks that are bound by memory rather than by arithmetic cannot become faster than the values
-that they write allow. Counted are the outputs of all layers, for one image, without and with LTM's
+A network that is bound by memory rather than by arithmetic becomes about as much faster as it
+writes fewer values. Counted are the outputs of all layers, for one image, without and with LTM's
 static masks at 0.7 of the multiply-adds.
 """
 

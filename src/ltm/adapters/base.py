@@ -54,7 +54,7 @@ class Layout:
     entry: Grid | None = None
     """The grid at the first block of a grid network; None for sequences."""
     multiple: int = 1
-    """Sides that suit the network's attention windows are multiples of this."""
+    """Sides that suit the network, its windows or its next stage, are multiples of this."""
     sites: tuple[int, ...] | None = None
     """The blocks that merge, unless a config says so, where a grid is kept; None: all of them."""
 

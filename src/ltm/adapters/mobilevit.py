@@ -1,4 +1,4 @@
-"""MobileViT: every transformer layer merges patches, and the block's shortcut follows.
+"""MobileViT: transformer layers merge patches, and the block's shortcut follows.
 
 A token is a patch of a few pixels, and all its pixels share one mask: they go through a merge side
 by side, as one wide token.
@@ -65,6 +65,7 @@ def fold(x: Tensor, patch: Grid, grid: Grid) -> Tensor:
 
 
 EVEN = 2
+"""Sides of merged grids are multiples of it: the next stage halves them."""
 
 
 class MergingLayer(MergingMixin, HostBlock):

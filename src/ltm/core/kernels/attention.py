@@ -113,10 +113,10 @@ def attention(
     d = width // (3 * num_heads)
     out = qkv.new_empty(b, t, num_heads * d)
     size_, stride = sizes_of(size, size)
-    rows, columns, warps, stages = (32, 64, 4, 2) if b < FEW_IMAGES else (64, 32, 4, 3)
+    rows, columns, stages = (32, 64, 2) if b < FEW_IMAGES else (64, 32, 3)
     _attention_kernel[(triton.cdiv(t, rows) * b * num_heads,)](
         qkv.contiguous(), size_, out, t, num_heads, d, stride, scale, power,
         ROWS=rows, COLUMNS=columns, WIDTH=max(16, triton.next_power_of_2(d)),
-        num_warps=warps, num_stages=stages,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
