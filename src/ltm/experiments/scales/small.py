@@ -25,7 +25,7 @@ from ltm.training.detection_config import (
     detection_from_mapping,
 )
 
-EPOCHS = 20
+EPOCHS = 12
 _RUN = RunSettings(precision="bf16", keep_every=EPOCHS // 3)
 _SHAPES = "shapes:size=128,images=2000,val_images=500,classes=5"
 
@@ -41,7 +41,7 @@ def small_scale(sources: Sources) -> Scale:
     efficientvit = _grid(
         "EfficientViT-B1", "EfficientViT-B1 [r224]", "efficientvit_b1", sources.data, 128
     )
-    swin = _grid("Swin-T", "Swin-T", "swin_tiny_patch4_window7_224", sources.data, 112)
+    swin = _grid("Swin-T", "Swin-T", "swin_tiny_patch4_window7_224", sources.data, 112, lr=5e-4)
     vit_scratch = _vit_scratch(sources.data)
     as_larger = replace(mobilevit, stands_for="MobileViT-S")  # which some tables are about
     return Scale(
@@ -49,7 +49,7 @@ def small_scale(sources: Sources) -> Scale:
         seeds=(0, 1, 2),
         ratio=0.7,
         peer_ratio=0.75,
-        finetune=(vit, mobilevit, efficientvit, swin),
+        finetune=(vit, mobilevit),
         finetune_epochs=(1, 5, 10),
         scratch=(mobilevit, efficientvit, swin, vit_scratch),
         pruning="EfficientViT-B1",
@@ -58,7 +58,7 @@ def small_scale(sources: Sources) -> Scale:
         sweep_scratch=vit_scratch,
         ratios=tuple(round(0.95 - 0.05 * step, 2) for step in range(12)),
         scratch_ratios=(0.9, 0.7, 0.5),
-        bottleneck=(as_larger, efficientvit, vit),
+        bottleneck=(as_larger, vit),
         bottleneck_epochs=(1, 10),
         layers=as_larger,
         num_layers=9,
@@ -71,7 +71,7 @@ def small_scale(sources: Sources) -> Scale:
         transfer_tune=_transfer(
             vit, sources.transfer or _SHAPES.replace("classes=5", "classes=20")
         ),
-        races=(vit, mobilevit, efficientvit, swin),
+        races=(vit, mobilevit),
         batch_sizes=(1, 8, 32, 128, 512),
         table_batch=128,
         race_mode="cudagraph",
@@ -120,27 +120,31 @@ def _tune(model: ModelSettings, data: TrainingData) -> Settings:
     )
 
 
-def _scratch(model: ModelSettings, data: TrainingData, options: tuple[str, ...]) -> Settings:
+def _scratch(
+    model: ModelSettings, data: TrainingData, options: tuple[str, ...], *, lr: float = 2e-3
+) -> Settings:
     return Settings(
         model=model,
-        merge=MergeSettings(ratio=0.7, warm_epochs=3, method_options=options),
+        merge=MergeSettings(ratio=0.7, warm_epochs=2, method_options=options),
         data=data,
         augment=AugmentConfig(
             scale=(0.35, 1.0), auto_augment=None, color_jitter=0.0, erase=0.0, mixup=0.2, cutmix=0.5
         ),
         optim=OptimSettings(
-            epochs=EPOCHS, lr=2e-3, weight_decay=0.05, lr_warmup_epochs=3.0, clip=1.0
+            epochs=EPOCHS, lr=lr, weight_decay=0.05, lr_warmup_epochs=2.0, clip=1.0
         ),
         run=_RUN,
     )
 
 
-def _grid(label: str, stands_for: str, name: str, source: str, size: int) -> Network:
+def _grid(
+    label: str, stands_for: str, name: str, source: str, size: int, *, lr: float = 2e-3
+) -> Network:
     model, data = ModelSettings(name=name), _data(source, size)
     return Network(
         label=label,
         stands_for=stands_for,
-        scratch=_scratch(model, data, ()),
+        scratch=_scratch(model, data, (), lr=lr),
         tune=_tune(model, data),
         peer_ratio=None if name.startswith("swin") else 0.8,
     )
