@@ -69,7 +69,7 @@ def takes_importance(qkv: Tensor, head_dim: int) -> bool:
 
 def takes_mix(x: Tensor, matrix: Tensor) -> bool:
     """Whether a kernel multiplies these; where torch may choose the precision, it does."""
-    return not torch.is_autocast_enabled(x.device.type) and takes(x, matrix)
+    return takes(x, matrix) and not torch.is_autocast_enabled(x.device.type)
 
 
 def _is_recorded() -> bool:

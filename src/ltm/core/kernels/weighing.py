@@ -94,7 +94,7 @@ def _by_attention_kernel(
         found = tl.load(size + image * size_stride + everyone, mask=inside, other=1.0)
         share = share / tl.maximum(found.to(tl.float32), 1.0)
     before = tl.load(weight + image * weight_stride + everyone, mask=inside, other=0.0)
-    after = before * tl.exp(power * tl.log(tl.maximum(share, least)))
+    after = before * tl.exp(power * tl.log(tl.where(share > least, share, least)))
     tl.store(weighed + image * t + everyone, tl.where(everyone < k, before, after), mask=inside)
 
 

@@ -80,8 +80,12 @@ class MatchingMerger(LTMMerger):
         if fused.takes(received, weight):
             return fused.by_attention(weight, hints.size, received, power, _LEAST_SHARE, k)
         each = received.float() if hints.size is None else received / hints.size.clamp_min(1)
-        factor = (each * each.shape[1]).clamp_min(_LEAST_SHARE) ** power
-        return torch.cat([weight[:, :k].expand(len(factor), -1), (weight * factor)[:, k:]], dim=1)
+        share = each * each.shape[1]
+        # What is no number counts least as well: who goes where has to be known in any case.
+        factor = torch.where(share > _LEAST_SHARE, share, _LEAST_SHARE) ** power
+        return torch.cat(
+            [weight[:, :k].expand(factor.shape[0], -1), (weight * factor)[:, k:]], dim=1
+        )
 
     def merge(
         self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"]
