@@ -88,42 +88,49 @@ def _least_harm(harm, rows, inside, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _assign_kernel(
-    distance, harm, size, assignment, stays, leaves, t, k, num_leaving, size_stride, blocks,
-    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-    RIVALS: tl.constexpr,
-):  # fmt: skip
-    """Who leaves an image, in what order, and the place of some of its tokens after the merge."""
-    image, n = tl.program_id(0), t - k
-    everyone = tl.arange(0, TOKENS)
-    inside = everyone < n
-    own = _least_harm(harm, image * n + everyone, inside, blocks, BLOCKS)
-    before = tl.zeros((TOKENS,), tl.int32)
+def _rank_kernel(
+    harm, rank, n, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr, RIVALS: tl.constexpr
+):
+    """How many tokens of an image leave before some of them would."""
+    image = tl.program_id(0)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    own = _least_harm(harm, image * n + rows, rows < n, blocks, BLOCKS)
+    before = tl.zeros((ROWS,), tl.int32)
     for first in range(0, n, RIVALS):
         others = first + tl.arange(0, RIVALS)
         there = others < n
         theirs = _least_harm(harm, image * n + others, there, blocks, BLOCKS)
         less = theirs[None] < own[:, None]
-        tie = (theirs[None] == own[:, None]) & (others[None] < everyone[:, None])
+        tie = (theirs[None] == own[:, None]) & (others[None] < rows[:, None])
         before += tl.sum(((less | tie) & there[None]).to(tl.int32), axis=1)
-    leave = (before < num_leaving) & inside
-    place = k + tl.cumsum((inside & (before >= num_leaving)).to(tl.int32), axis=0) - 1
-    closed = leave | ~inside
+    tl.store(rank + image * n + rows, before, mask=rows < n)
+
+
+@triton.jit
+def _assign_kernel(
+    distance, rank, size, assignment, stays, leaves, t, k, num_leaving, size_stride,
+    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Who leaves an image, in what order, and the place of some of its tokens after the merge."""
+    image, n = tl.program_id(0), t - k
+    everyone = tl.arange(0, TOKENS)
+    inside = everyone < n
+    closed = tl.load(rank + image * n + everyone, mask=inside, other=-1) < num_leaving
+    place = k + tl.cumsum(1 - closed.to(tl.int32), axis=0) - 1
     if HAS_SIZE:
         sizes = tl.load(size + image * size_stride + k + everyone, mask=inside, other=0.0)
         closed = closed | (sizes <= 0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     here = rows < n
+    turn = tl.load(rank + image * n + rows, mask=here, other=0)
+    gone = turn < num_leaving
     apart = tl.load(
         distance + (image.to(tl.int64) * n + rows[:, None]) * n + everyone[None],
-        mask=here[:, None] & inside[None], other=float("inf"),
+        mask=(here & gone)[:, None] & inside[None], other=float("inf"),
     )  # fmt: skip
     target = tl.argmin(tl.where(closed[None], float("inf"), apart), axis=1)
-    itself = everyone[None] == rows[:, None]
-    gone = tl.sum(tl.where(itself, leave.to(tl.int32)[None], 0), axis=1) > 0
     taken = tl.where(gone, target, rows)
     goes = tl.sum(tl.where(everyone[None] == taken[:, None], place[None], 0), axis=1)
-    turn = tl.sum(tl.where(itself, before[None], 0), axis=1)
     tl.store(assignment + image * t + k + rows, goes.to(tl.int64), mask=here)
     tl.store(leaves + image * num_leaving + turn, k + rows, mask=here & gone)
     tl.store(stays + image * (t - num_leaving) + goes, k + rows, mask=here & (gone == 0))
@@ -219,6 +226,7 @@ def assign(
     blocks = triton.cdiv(n, side)
     distance = torch.empty(b, n, n, device=device)
     harm = torch.empty(b, n, blocks, device=device)
+    rank = torch.empty(b, n, device=device, dtype=torch.int32)
     assignment = torch.empty(b, t, device=device, dtype=torch.int64)
     stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
     leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
@@ -229,12 +237,14 @@ def assign(
         HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
         ROWS=side, COLUMNS=side, CHANNELS=64, num_warps=4, num_stages=3,
     )  # fmt: skip
-    some, rivals = (16, 64) if b < FEW_IMAGES else (32, 32)
-    _assign_kernel[b, triton.cdiv(n, some)](
-        distance, harm, size_, assignment, stays, leaves, t, num_prefix, num_leaving, stride,
-        blocks, HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t),
-        BLOCKS=triton.next_power_of_2(blocks), ROWS=some, RIVALS=rivals,
+    some = 16 if b < FEW_IMAGES else 32
+    _rank_kernel[b, triton.cdiv(n, some)](
+        harm, rank, n, blocks, BLOCKS=triton.next_power_of_2(blocks), ROWS=some, RIVALS=64,
         num_warps=4,
+    )  # fmt: skip
+    _assign_kernel[b, triton.cdiv(n, some)](
+        distance, rank, size_, assignment, stays, leaves, t, num_prefix, num_leaving, stride,
+        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), ROWS=some, num_warps=4,
     )  # fmt: skip
     return assignment, stays, leaves
 
