@@ -221,15 +221,17 @@ class Compression:
         base, named = self.models[BASE], self.options.pictures
         if named is None:
             named = tuple(data_pictures(self.images.evaluation))
-        merging = [site.block for site in conversion_of(self.model).sites if site.merges]
-        if not named or not merging:
+        sites = [site for site in conversion_of(self.model).sites if site.merges]
+        if not named or not sites:
             return
+        # Nobody attends to tokens after the last block: a site there may leave next to none.
+        attended = [site for site in sites if site.block < site.depth - 1] or sites
         config = DataConfig(source=self.options.data, image_size=image_size_of(base)[0])
         names, pictures = zip(*named, strict=True)
         scenes = prepare(pictures, names, image_spec(config, base))
         peers = [name for name in self.models if name not in (BASE, self.options.method)][:1]
         shown = {display_name(name): self.models[name] for name in [*peers, self.options.method]}
-        self.illustrations = illustrate(scenes, trace_models(shown, scenes), merging[-1])
+        self.illustrations = illustrate(scenes, trace_models(shown, scenes), attended[-1].block)
 
     def save(self) -> None:
         """Write the model in the layout of timm on the hub, class names included."""
