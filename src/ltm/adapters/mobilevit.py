@@ -39,6 +39,9 @@ from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
+EVEN = 2
+"""Sides of merged grids are multiples of it: the next stage halves them."""
+
 
 def pixels_to_patches(x: Tensor, area: int) -> Tensor:
     """`(b a) n c -> b n (a c)`: the pixels of a patch side by side."""
@@ -62,10 +65,6 @@ def fold(x: Tensor, patch: Grid, grid: Grid) -> Tensor:
     c = x.shape[2]
     x = x.reshape(-1, patch[0], patch[1], grid[0], grid[1], c)
     return x.permute(0, 5, 3, 1, 4, 2).reshape(-1, c, grid[0] * patch[0], grid[1] * patch[1])
-
-
-EVEN = 2
-"""Sides of merged grids are multiples of it: the next stage halves them."""
 
 
 class MergingLayer(MergingMixin, HostBlock):

@@ -13,7 +13,7 @@ from ltm.data.batches import Ahead, Moved, Normalised
 from ltm.data.classification import LabelledImages
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.images import UnreadableImages, UnreadableImagesError
-from ltm.data.resident import Resident, all_pixels, check_resident
+from ltm.data.resident import Resident
 from ltm.data.sampling import Draw, EvaluationSampler, TrainingSampler, random_numbers_of
 from ltm.data.shards import TarShards
 from ltm.data.streaming import ShardStream
@@ -220,12 +220,10 @@ def _resident(
     augment: AugmentConfig | None,
     device: torch.device | str,
 ) -> Loader:
-    check_resident(dataset, spec, augment)
-    pixels = all_pixels(dataset, torch.device(device))
-    indices: Any = dataset.indices  # pyright: ignore[reportAttributeAccessIssue]
-    batches = Resident(pixels, indices, order, spec, augment, batch_size=config.batch_size)
+    size, where = config.batch_size, torch.device(device)
+    batches = Resident(dataset, order, spec, augment, batch_size=size, device=where)
     if augment is not None:
-        _require_batch(len(batches), len(order), config.batch_size)
+        _require_batch(len(batches), len(order), size)
     return Loader(batches, dataset, order)
 
 

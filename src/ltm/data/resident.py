@@ -43,19 +43,19 @@ class Resident:
 
     def __init__(
         self,
-        pixels: Pixels,
-        indices: Sequence[int],
+        dataset: Any,
         order: TrainingSampler | EvaluationSampler,
         spec: ImageSpec,
         augment: AugmentConfig | None,
         *,
         batch_size: int,
-        dtype: torch.dtype = torch.float32,
+        device: torch.device,
     ) -> None:
-        self._pixels, self._indices, self._order = pixels, indices, order
-        self._spec, self._augment = spec, augment
-        self._batch_size, self._dtype = batch_size, dtype
-        device = pixels.images.device
+        check_resident(dataset, spec, augment)
+        self._pixels = all_pixels(dataset, device)
+        self._indices: Sequence[int] = dataset.indices
+        self._order, self._spec, self._augment = order, spec, augment
+        self._batch_size = batch_size
         self._mean = 255 * torch.tensor(spec.mean, device=device)[:, None, None]
         self._std = 255 * torch.tensor(spec.std, device=device)[:, None, None]
 
@@ -83,7 +83,7 @@ class Resident:
         with torch.autocast(device.type, enabled=False):
             narrow = _as_bytes(images.float() @ columns.mT)
             found = (_as_bytes(rows @ narrow) - self._mean) / self._std
-        return Batch(found.to(self._dtype), self._pixels.labels[chosen])
+        return Batch(found, self._pixels.labels[chosen])
 
 
 def _as_bytes(pixels: Tensor) -> Tensor:
