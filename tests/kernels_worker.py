@@ -13,8 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import ltm
 from ltm.adapters.base import attention_bias
 from ltm.core import fused, kernels
+from ltm.core.clustering import class_membership
+from ltm.core.groups import MatchedMerge
 from ltm.core.matching import merge_in_order
+from ltm.core.merge import GridMerge
+from ltm.core.statistics import ClassStatistics
 from ltm.methods.ltm.harm import Patches, match_least_harm
+from ltm.methods.ltm.learned import Axis
+from ltm.methods.ltm.step import InformativeStep
 from toys import pictures, size_of, toy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,13 +114,59 @@ def attend(num_tokens, shared):
 
 
 @torch.no_grad()
-def whole(config, dtype):
+def inform(num_classes, images, dtype):
+    """The informative step against the plain one: logits, weights, and what groups hand on."""
+    torch.manual_seed(0)
+    step = InformativeStep(num_classes, 72, ltm.LTM(gain=1.0)).to(DEVICE)
+    features = torch.randn(4 * num_classes, 72, device=DEVICE) + 1
+    labels = torch.arange(4 * num_classes, device=DEVICE) % num_classes
+    for _ in range(2):  # memberships need centroids
+        statistics = ClassStatistics.zeros(num_classes, 72, device=DEVICE)
+        known = bool(step.present.any())
+        near = class_membership(features, step.centroids, 10.0, step.present) if known else None
+        statistics.update(features, labels, near)
+        step.set_statistics_(statistics)
+    tokens = torch.randn(images, 40, 72, device=DEVICE) + 1
+    size = torch.randint(1, 6, (images, 40), device=DEVICE).float()
+    carry = torch.randn(images, 39, device=DEVICE)
+    expected = step(tokens[:, 1:], size[:, 1:], None, carry)
+    logits, weight = step.to(dtype).weigh(tokens.to(dtype), size, carry, 1)
+    weights = torch.cat([size[:, :1], size[:, 1:] * expected.exp()], dim=1)
+    places = torch.randint(1, 20, (images, 40), device=DEVICE)
+    places[:, 0] = 0
+    merge = MatchedMerge(assignment=places, weight=weights, num_places=20, num_prefix=1)
+    means = kernels.group_means(carry, weights, places, 20)
+    return [
+        float((logits - expected).abs().max()),
+        float((weight / weights - 1).abs().max()),
+        float((means - merge.hand_on(carry)).abs().max()),
+    ]
+
+
+@torch.no_grad()
+def grid(sides, places, channels, weighed):
+    """The merge of a grid against the plain one: the largest difference."""
+    torch.manual_seed(0)
+    rows, columns = (Axis(n, p)(n, p, 0.0).to(DEVICE) for n, p in zip(sides, places, strict=True))
+    tokens = torch.randn(3, sides[0] * sides[1], channels, device=DEVICE)
+    weight = torch.rand(3, sides[0] * sides[1], device=DEVICE) if weighed else None
+    merge = GridMerge(rows=rows, columns=columns, weight=weight)
+    expected = merge(tokens)
+    fused.enable()
+    try:
+        return float((merge(tokens) - expected).abs().max())
+    finally:
+        fused.enable(False)
+
+
+@torch.no_grad()
+def whole(config, dtype, family="vit"):
     """A network with kernels against the same one without, in float32."""
-    model, images = toy("vit").to(DEVICE), pictures("vit", batch=3).to(DEVICE)
-    ltm.merge_tokens_(model, config, size_of("vit"))
-    if config.gain == 1.0:
+    model, images = toy(family).to(DEVICE), pictures(family, batch=3).to(DEVICE)
+    ltm.merge_tokens_(model, config, size_of(family))
+    if config.gain == 1.0 and config.weights == "informative":
         ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
-    if config.weights == "uniform":
+    if config.weights == "uniform" or family != "vit":
         ltm.freeze_(model)
     with FlopCounterMode(display=False) as plain_count:
         expected = model(images)
@@ -153,10 +205,24 @@ def main():
     results = {
         "kernels": {name: compare(**case) for name, case in CASES.items()},
         "attention": {str(t): attend(t, shared) for t, shared in ((17, False), (197, True))},
+        "inform": {str(y): inform(y, 18, torch.float32) for y in (3, 70, 150)},
+        "grids": [
+            grid((8, 8), (6, 6), 40, weighed=False),
+            grid((9, 17), (5, 9), 72, weighed=True),
+            grid((4, 33), (4, 20), 1, weighed=True),
+        ],
+        "families": {
+            f"{family} {weights}": whole(
+                ltm.LTM(ratio=0.8, gain=1.0, weights=weights), torch.float32, family
+            )
+            for family in ("swin", "mobilevit", "efficientvit")
+            for weights in ("informative", "uniform")
+        },
         "learns": learns(MODELS["informative"]),
         "models": {name: whole(config, torch.float32) for name, config in MODELS.items()},
     }
     if DEVICE == "cuda":
+        results["inform half"] = inform(150, 18, torch.float16)
         results["half"] = {n: whole(config, torch.float16) for n, config in MODELS.items()}
     json.dump(results, sys.stdout)
 

@@ -47,6 +47,21 @@ def test_attention_and_importance_agree(found):
         assert importance < 1e-5, num_tokens
 
 
+def test_informative_steps_agree(found):
+    for num_classes, (logits, weights, means) in found["inform"].items():
+        assert max(logits, weights) < 1e-3, num_classes
+        assert means < 1e-5, num_classes
+    assert max(found.get("inform half", [0])) < 0.1  # of logits that are one on average
+
+
+def test_grids_agree(found):
+    assert max(found["grids"]) < 1e-5
+    assert len(found["families"]) == 6
+    for name, (difference, _, cost) in found["families"].items():
+        assert difference < 1e-4, name
+        assert 0.8 < cost < 1.02, name
+
+
 def test_networks_agree(found):
     kinds = {"default", "static", "frozen", "informative", "operators", "unimportant"}
     assert set(found["models"]) == kinds

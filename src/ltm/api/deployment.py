@@ -14,6 +14,7 @@ from torch import nn
 
 from ltm.api.conversion import conversion_of, merge_tokens_, mergers, set_conversion, token_counts
 from ltm.api.watching import watching
+from ltm.core.patches import embed_by_product_
 from ltm.methods import config_from_dict
 
 CONFIG = "config.json"
@@ -24,8 +25,9 @@ WEIGHTS = "model.safetensors"
 def freeze_(model: nn.Module) -> nn.Module:
     """Make a converted model ready for deployment.
 
-    Masks that do not depend on the image become constants, and what only training needs is
-    dropped. Outputs stay as they are in evaluation.
+    Masks that do not depend on the image become constants, patches are embedded by a product
+    where that is faster, and what only training needs is dropped. Outputs stay as they are in
+    evaluation.
     """
     done = conversion_of(model)
     if done.frozen:
@@ -41,6 +43,7 @@ def freeze_(model: nn.Module) -> nn.Module:
     for _, merger in mergers(model):
         merger.freeze_()
         merger.requires_grad_(False)
+    embed_by_product_(model)
     set_conversion(model, dataclasses.replace(done, frozen=True))
     return model
 

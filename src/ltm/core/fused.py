@@ -25,6 +25,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 MAX_TOKENS, MAX_CHANNELS = 256, 1024
 """What does not fit into one program of a match takes the plain path."""
+MAX_INFORMED = 4096
+"""More tokens than this are not weighed in one program."""
+MAX_SIDE = 64
+"""Wider grids are not merged row by row."""
 MAX_HEAD = 64
 """Wider heads would need more shared memory than many GPUs have."""
 OLDEST = (7, 5)
@@ -67,9 +71,19 @@ def takes_importance(qkv: Tensor, head_dim: int) -> bool:
     return qkv.shape[1] <= MAX_TOKENS and takes_attention(qkv, head_dim)
 
 
-def takes_mix(x: Tensor, matrix: Tensor) -> bool:
+def takes_inform(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether kernels weigh these tokens, `b t c`, by the informative step."""
+    return x.shape[1] <= MAX_INFORMED and takes(x, *others)
+
+
+def takes_mix(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel multiplies these; where torch may choose the precision, it does."""
-    return takes(x, matrix) and not torch.is_autocast_enabled(x.device.type)
+    return takes(x, *others) and not torch.is_autocast_enabled(x.device.type)
+
+
+def takes_grid(x: Tensor, rows: Tensor, columns: Tensor, weight: Tensor | None) -> bool:
+    """Whether a kernel merges this grid."""
+    return columns.shape[0] <= MAX_SIDE and takes_mix(x, rows, columns, weight)
 
 
 def _is_recorded() -> bool:
@@ -90,7 +104,8 @@ def _works_on(device: int) -> bool:
     if torch.cuda.get_device_capability(device) < OLDEST:
         return False
     try:
-        pool(torch.zeros(1, 2, 16, device=f"cuda:{device}"), None, 1)
+        pair = torch.zeros(1, 2, device=f"cuda:{device}")
+        group_means(pair, pair, pair.long(), 1)
     except Exception as error:  # noqa: BLE001 - whatever it is, the plain path works
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(
@@ -182,6 +197,23 @@ def _(matrix: Tensor, tokens: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
+    "ltm::merge_grid",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? weight, Tensor rows, Tensor columns) -> Tensor",
+)
+def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+    """Means by weight over rows and columns of a grid, or its plain product with both."""
+    with torch.cuda.device_of(tokens):
+        return _kernels().merge_grid(tokens, weight, rows, columns)
+
+
+@merge_grid.register_fake
+def _(tokens: Tensor, _weight: Any, rows: Tensor, columns: Tensor) -> Tensor:
+    b, _, c = tokens.shape
+    return tokens.new_empty(b, rows.shape[1] * columns.shape[1], c)
+
+
+@torch.library.custom_op(
     "ltm::importance",
     mutates_args=(),
     schema="(Tensor qkv, Tensor? size, int num_heads, float scale, float power) -> Tensor",
@@ -241,37 +273,28 @@ def _(_weight: Any, _size: Any, attention: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "ltm::pool", mutates_args=(), schema="(Tensor tokens, Tensor? size, int num_prefix) -> Tensor"
-)
-def pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
-    """The mean patch of every image by size, `b t c -> b c`."""
-    with torch.cuda.device_of(tokens):
-        return _kernels().pool(tokens, size, num_prefix)
-
-
-@pool.register_fake
-def _(tokens: Tensor, *_: Any) -> Tensor:
-    return tokens.new_empty(tokens.shape[0], tokens.shape[2], dtype=torch.float32)
-
-
-@torch.library.custom_op(
     "ltm::inform",
     mutates_args=(),
-    schema="(Tensor tokens, Tensor gradient, Tensor? size, Tensor? carry, Tensor? gain, float eta, "
-    "int num_prefix) -> (Tensor, Tensor)",
+    schema="(Tensor tokens, Tensor? size, Tensor? carry, Tensor? gain, Tensor centroids, "
+    "Tensor offsets, Tensor costs, float beta, float eta, int num_prefix) -> (Tensor, Tensor)",
 )
 def inform(
     tokens: Tensor,
-    gradient: Tensor,
     size: Tensor | None,
     carry: Tensor | None,
     gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
     eta: float,
     num_prefix: int,
 ) -> tuple[Tensor, Tensor]:
     """Logits of patches, one step down the gradient, `b n`; weights of all tokens, `b t`."""
     with torch.cuda.device_of(tokens):
-        return _kernels().inform(tokens, gradient, size, carry, gain, eta, num_prefix)
+        return _kernels().inform(
+            tokens, size, carry, gain, centroids, offsets, costs, beta, eta, num_prefix
+        )
 
 
 @inform.register_fake
@@ -279,6 +302,24 @@ def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     b, t = tokens.shape[:2]
     logits = tokens.new_empty(b, t - arguments[-1], dtype=torch.float32)
     return logits, tokens.new_empty(b, t, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "ltm::group_means",
+    mutates_args=(),
+    schema="(Tensor values, Tensor weight, Tensor assignment, int num_places) -> Tensor",
+)
+def group_means(values: Tensor, weight: Tensor, assignment: Tensor, num_places: int) -> Tensor:
+    """What the patches that go to a place have on average, by weight, `b n -> b p`."""
+    with torch.cuda.device_of(values):
+        return _kernels().group_means(values, weight, assignment, num_places)
+
+
+@group_means.register_fake
+def _(values: Tensor, _weight: Any, assignment: Tensor, num_places: int) -> Tensor:
+    num_prefix = assignment.shape[1] - values.shape[1]
+    shape = (assignment.shape[0], num_places - num_prefix)
+    return values.new_empty(shape, dtype=torch.float32)
 
 
 @register_flop_formula(torch.ops.ltm.assign)
@@ -293,6 +334,12 @@ def _(matrix: list[int], tokens: list[int], **_: Any) -> int:
     return 2 * b * p * t * c
 
 
+@register_flop_formula(torch.ops.ltm.merge_grid)
+def _(tokens: list[int], weight: Any, rows: list[int], columns: list[int], **_: Any) -> int:
+    (b, _t, c), (h, h2), (w, w2) = tokens, rows, columns
+    return 2 * b * (h * h2 * w + h2 * w * w2) * (c + (weight is not None))
+
+
 @register_flop_formula(torch.ops.ltm.importance)
 def _(qkv: list[int], *_: Any, **__: Any) -> int:
     b, t, width = qkv
@@ -305,7 +352,7 @@ def _(qkv: list[int], *_: Any, **__: Any) -> int:
     return 4 * b * t * t * (width // 3)
 
 
-@register_flop_formula([torch.ops.ltm.pool, torch.ops.ltm.inform])
+@register_flop_formula(torch.ops.ltm.inform)
 def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
-    (b, t, c), num_prefix = tokens, arguments[-1]
-    return 2 * b * (t - num_prefix) * c
+    (b, t, c), num_prefix, num_classes = tokens, arguments[-1], arguments[3][0]
+    return 4 * b * (t - num_prefix) * c + 2 * b * num_classes * (2 * c + num_classes)

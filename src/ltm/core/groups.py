@@ -64,6 +64,11 @@ class MatchedMerge(Merge):
     def average(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         return self._add(self._weighed(x))
 
+    def hand_on(self, values: Float[Tensor, "b n"]) -> Float[Tensor, "b p"]:
+        if self.order is not None and fused.takes(values, self.weight):
+            return fused.group_means(values, self.weight, self.assignment, self.num_places)
+        return super().hand_on(values)
+
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         if self.order is not None and fused.takes(x, self.weight):
             return self._fused(x, None, self.order)[0]

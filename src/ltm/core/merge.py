@@ -47,6 +47,12 @@ class Merge(ABC):
         """Weighted averages of anything that belongs to the tokens, without regard to norms."""
         return self(x)
 
+    def hand_on(self, values: Float[Tensor, "b n"]) -> Float[Tensor, "b p"]:
+        """A value of every merged patch: the average of its members', by the mask itself."""
+        k = self.num_prefix
+        whole = torch.nn.functional.pad(values, (k, 0)) if k else values
+        return self.average(whole[..., None])[:, k:, 0]
+
     @abstractmethod
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         """Each original token as the average of the merged tokens it went into."""
@@ -160,11 +166,12 @@ class GridMerge(Merge):
         return self.rows.shape[1] * self.columns.shape[1]
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        patches = x[:, self.num_prefix :]
-        if self.weight is None:
-            rows, columns = self.rows, self.columns
-            if not self.normalised:
-                rows, columns = _column_normalise(rows), _column_normalise(columns)
+        patches, rows, columns = x[:, self.num_prefix :], self.rows, self.columns
+        if self.weight is None and not self.normalised:
+            rows, columns = _column_normalise(rows), _column_normalise(columns)
+        if fused.takes_grid(x, rows, columns, self.weight):
+            merged = fused.merge_grid(patches, self.weight, rows, columns)
+        elif self.weight is None:
             merged = _separable(patches, rows, columns)
         else:
             weight = self.weight[..., None].to(x.dtype)

@@ -15,7 +15,7 @@ from ltm.evaluation.runners import (
     MODES,
     Runner,
     TrainingStep,
-    fuse_attention_,
+    at_its_best_,
     peak_memory_mib,
 )
 from ltm.evaluation.timing import Estimate, interleaved, speedup, spread, verdict
@@ -188,7 +188,7 @@ def _lanes(
 
 def _copy(model: nn.Module, conditions: Conditions, batch: Tensor) -> nn.Module:
     model = copy.deepcopy(model).to(batch.device)
-    fuse_attention_(model)
+    at_its_best_(model)
     if conditions.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     return model.train() if conditions.scope == "training" else model.eval().to(batch.dtype)

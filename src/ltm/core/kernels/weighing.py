@@ -1,6 +1,7 @@
-"""The informative step: the mean patch of an image, and the weights that a gradient gives.
+"""What tokens weigh: by the informative step, by attention, and what groups hand on.
 
-Letters: b images, t tokens with their k prefix tokens, c channels.
+Letters: b images, t tokens with their k prefix tokens, n patch tokens, p places after a merge, c
+channels, y classes.
 """
 
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ltm.core.clustering import ZERO_LENGTH
+from ltm.core.kernels.gradient import unit_gradient
 from ltm.core.kernels.launch import sizes_of
 
 
@@ -44,7 +47,8 @@ def _pool_kernel(
 
 @triton.jit
 def _inform_kernel(
-    tokens, gradient, size, carry, gain, logits, weight, t, k, c, size_stride, carry_stride, eta,
+    tokens, pooled, slope, size, carry, gain, logits, weight, t, k, c, size_stride, carry_stride,
+    eta, zero,
     HAS_SIZE: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -53,6 +57,17 @@ def _inform_kernel(
     everyone = tl.arange(0, TOKENS)
     inside, patch = everyone < t, (everyone >= k) & (everyone < t)
     start = tokens + image.to(tl.int64) * t * c
+    square, along = 0.0, 0.0
+    for channel in range(0, c, CHANNELS):
+        channels = channel + tl.arange(0, CHANNELS)
+        mean = tl.load(pooled + image * c + channels, mask=channels < c, other=0.0)
+        down = tl.load(slope + image * c + channels, mask=channels < c, other=0.0)
+        square += tl.sum(mean * mean, axis=0)
+        along += tl.sum(mean * down, axis=0)
+    length = tl.sqrt(square)
+    # Only what turns the mean patch counts: its length does not.
+    along = tl.where(length > zero, along / tl.maximum(square, zero * zero), 0.0)
+    scale = tl.where(length > zero, 1 / tl.maximum(length, zero), 0.0)
     found = tl.zeros((TOKENS,), tl.float32)
     for channel in range(0, c, CHANNELS):
         channels = channel + tl.arange(0, CHANNELS)
@@ -61,8 +76,9 @@ def _inform_kernel(
             start + everyone[:, None] * c + channels[None],
             mask=patch[:, None] & known[None], other=0.0,
         )  # fmt: skip
-        slope = tl.load(gradient + image * c + channels, mask=known, other=0.0)
-        found -= tl.sum(x.to(tl.float32) * slope[None], axis=1)
+        mean = tl.load(pooled + image * c + channels, mask=known, other=0.0)
+        down = tl.load(slope + image * c + channels, mask=known, other=0.0)
+        found -= tl.sum(x.to(tl.float32) * ((down - along * mean) * scale)[None], axis=1)
     if HAS_GAIN:
         number = t - k
         found -= tl.sum(tl.where(patch, found, 0.0), axis=0) / number
@@ -98,6 +114,24 @@ def _by_attention_kernel(
     tl.store(weighed + image * t + everyone, tl.where(everyone < k, before, after), mask=inside)
 
 
+@triton.jit
+def _group_kernel(
+    values, weight, assignment, means, t, k, p, value_stride, weight_stride,
+    TOKENS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """The mean value of the patches that go to some places, by weight."""
+    image, everyone = tl.program_id(0), tl.arange(0, TOKENS)
+    places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    patch = (everyone >= k) & (everyone < t)
+    goes = tl.load(assignment + image * t + everyone, mask=patch, other=-1).to(tl.int32) - k
+    share = tl.load(weight + image * weight_stride + everyone, mask=patch, other=0.0)
+    value = tl.load(values + image * value_stride + everyone - k, mask=patch, other=0.0)
+    share = tl.where(goes[None] == places[:, None], share[None], 0.0)
+    total = tl.maximum(tl.sum(share, axis=1), 1e-12)
+    mean = tl.sum(share * value[None], axis=1) / total
+    tl.store(means + image * p + places, mean, mask=places < p)
+
+
 def by_attention(
     weight: Tensor,
     size: Tensor | None,
@@ -118,13 +152,13 @@ def by_attention(
     return weighed
 
 
-def pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
+def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     """The mean patch of every image, by size."""
     b, t, c = tokens.shape
     pooled = torch.empty(b, c, device=tokens.device)
     size_, stride = sizes_of(size, pooled)
     _pool_kernel[b, triton.cdiv(c, 64)](
-        tokens.contiguous(), size_, pooled, t, num_prefix, c, stride,
+        tokens, size_, pooled, t, num_prefix, c, stride,
         HAS_SIZE=size is not None, TOKENS=64, CHANNELS=64, num_warps=4,
     )  # fmt: skip
     return pooled
@@ -132,23 +166,44 @@ def pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
 
 def inform(
     tokens: Tensor,
-    gradient: Tensor,
     size: Tensor | None,
     carry: Tensor | None,
     gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
     eta: float,
     num_prefix: int,
 ) -> tuple[Tensor, Tensor]:
-    """Logits of patches, one step down the gradient, and the weights of all tokens."""
+    """Logits of patches, one step down the gradient of the bound, and the weights of all tokens."""
     b, t, c = tokens.shape
+    tokens = tokens.contiguous()
+    pooled = _pool(tokens, size, num_prefix)
+    slope = unit_gradient(pooled, centroids, offsets, costs, beta, ZERO_LENGTH)
     logits = torch.empty(b, t - num_prefix, device=tokens.device)
     weight = torch.empty(b, t, device=tokens.device)
     size_, stride = sizes_of(size, weight)
     carry_, carry_stride = sizes_of(None if carry is None else carry.float(), weight)
+    everyone = triton.next_power_of_2(t)
     _inform_kernel[(b,)](
-        tokens.contiguous(), gradient.float().contiguous(), size_, carry_,
-        weight if gain is None else gain, logits, weight, t, num_prefix, c, stride, carry_stride,
-        eta, HAS_SIZE=size is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
-        TOKENS=triton.next_power_of_2(t), CHANNELS=64, num_warps=8,
+        tokens, pooled, slope, size_, carry_, weight if gain is None else gain, logits, weight,
+        t, num_prefix, c, stride, carry_stride, eta, ZERO_LENGTH,
+        HAS_SIZE=size is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
+        TOKENS=everyone, CHANNELS=min(64, 16384 // everyone), num_warps=8,
     )  # fmt: skip
     return logits, weight
+
+
+def group_means(values: Tensor, weight: Tensor, assignment: Tensor, num_places: int) -> Tensor:
+    """What the patches of an image have on average in each place, `b n -> b p`, by weight."""
+    (b, t), n = assignment.shape, values.shape[1]
+    k = t - n
+    means = torch.empty(b, num_places - k, device=values.device)
+    values_, stride = sizes_of(values.float(), means)
+    weight_, weight_stride = sizes_of(weight.float(), means)
+    _group_kernel[b, triton.cdiv(num_places - k, 64)](
+        values_, weight_, assignment.contiguous(), means, t, k, num_places - k, stride,
+        weight_stride, TOKENS=triton.next_power_of_2(t), PLACES=64, num_warps=4,
+    )  # fmt: skip
+    return means

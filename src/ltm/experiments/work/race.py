@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ltm.evaluation.latency import DTYPES
-from ltm.evaluation.runners import MODES, Runner, fuse_attention_
+from ltm.evaluation.runners import MODES, Runner, at_its_best_
 from ltm.evaluation.timing import interleaved
 from ltm.experiments.jobs import Race
 from ltm.experiments.place import Place, perform
@@ -22,7 +22,7 @@ def race(job: Race, place: Place) -> dict[str, Any]:
     errors: dict[str, str] = {}
     for name, entrant in job.entrants:
         model = saved_network(entrant, place)
-        fuse_attention_(model)
+        at_its_best_(model)
         images = some_images(placed(entrant, place), model, job.batch_size)
         images = images.to(place.device, dtype)
         try:

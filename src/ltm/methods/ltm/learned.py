@@ -24,7 +24,7 @@ from ltm.core.support import (
     support_matrix,
 )
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
-from ltm.methods.ltm.step import LTMMerger, carried
+from ltm.methods.ltm.step import LTMMerger
 
 if TYPE_CHECKING:
     from ltm.methods.ltm.config import LTM
@@ -80,6 +80,7 @@ class LearnedMerger(LTMMerger):
     fixed_matrix: Tensor
     fixed_back: Tensor
     fixed_size_out: Tensor
+    chosen_size_out: Tensor
 
     def __init__(self, site: Site, config: LTM) -> None:
         if config.space == "token" and config.weights == "informative" and site.num_classes > 0:
@@ -96,6 +97,8 @@ class LearnedMerger(LTMMerger):
         if config.scope == "batch":
             self.register_buffer("running_logits", torch.zeros(site.num_in))
         self.frozen = False
+        self.chosen: tuple[str, ...] = ()
+        """Which supports are constants, where the weights alone depend on the image."""
 
     def feature_width(self) -> int:
         per_token = self.site.width
@@ -112,19 +115,40 @@ class LearnedMerger(LTMMerger):
         supports = self._supports(tokens.shape[1] - self.site.num_prefix, hints)
         if self.config.space == "token" and self.informative is not None:
             return self._token_space(tokens, hints, _dense(supports))
-        logits = self._logits(tokens, hints)
+        logits, weight = self._weigh(tokens, hints)
         if self.config.mask_form == "letter" and logits is not None:
             merge = self._letter(tokens, hints, _dense(supports), logits)
         else:
-            merge = self._masked(hints, supports, logits)
-        return Decision(merge=merge, carry=None if logits is None else carried(merge, logits))
+            merge = self._masked(supports, weight, hints)
+        return Decision(merge=merge, carry=None if logits is None else merge.hand_on(logits))
 
     def _supports(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
+        if self._is_chosen(num_in, hints):
+            return tuple(getattr(self, f"chosen_{name}") for name in self.chosen)
+        return self._axes(num_in, hints)
+
+    def _axes(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
         noise = self.noise if self.training else 0.0
         if hints.grid_in is None or hints.grid_out is None:
             return (self.sequence(num_in, hints.num_out, noise),)
         (h, w), (h2, w2) = hints.grid_in, hints.grid_out
         return self.rows(h, h2, noise), self.columns(w, w2, noise)
+
+    def _weigh(
+        self, tokens: Float[Tensor, "b t c"], hints: Hints
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The state of every patch, and what it weighs; None where all are alike."""
+        k, step = self.site.num_prefix, self.informative
+        plain = self.config.scope == "sample" and self.true_labels(hints) is None
+        if step is not None and plain and step.has_kernel(tokens, hints.carry):
+            logits, weight = step.weigh(tokens, hints.size, hints.carry, k)
+            return logits, weight[:, k:]
+        logits, weight = self._logits(tokens, hints), None
+        if hints.size is not None:
+            weight = hints.size[:, k:]
+        if logits is not None:
+            weight = logits.exp() if weight is None else weight * logits.exp()
+        return logits, weight
 
     def _logits(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Tensor | None:
         """The state s of every token, `b n`, or `1 n` where the whole batch shares one."""
@@ -146,14 +170,19 @@ class LearnedMerger(LTMMerger):
                 self.running_logits.lerp_(logits[0].float(), 0.1)
         return logits
 
-    def _masked(self, hints: Hints, supports: tuple[Tensor, ...], logits: Tensor | None) -> Merge:
+    def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None, hints: Hints) -> Merge:
         """Softmax over the support: `A (m e^s) / A^T (m e^s)`."""
         k = self.site.num_prefix
-        weight = None if hints.size is None else hints.size[:, k:]
-        if logits is not None:
-            weight = logits.exp() if weight is None else weight * logits.exp()
         if len(supports) == 2:
-            return GridMerge(rows=supports[0], columns=supports[1], weight=weight, num_prefix=k)
+            rows, columns = supports
+            known = self._is_chosen(rows.shape[0] * columns.shape[0], hints)
+            return GridMerge(
+                rows=rows,
+                columns=columns,
+                weight=weight,
+                size_out=self.chosen_size_out if known else None,
+                num_prefix=k,
+            )
         return DenseMerge.from_support(supports[0], weight, num_prefix=k)
 
     def _letter(self, tokens: Tensor, hints: Hints, support: Tensor, logits: Tensor) -> Merge:
@@ -188,9 +217,10 @@ class LearnedMerger(LTMMerger):
 
     def fold_(self, decision: Decision, hints: Hints) -> None:
         """Keep a decision that is the same for every image as constants."""
-        if self.informative is not None and self.informative.active and self._per_image():
-            return
         merge = decision.merge
+        if self.informative is not None and self.informative.active and self._per_image():
+            self._keep_supports_(merge, hints)
+            return
         size = next(self.parameters()).new_ones(1, merge.num_in + merge.num_prefix)
         size = size if hints.size is None else hints.size[:1]
         if isinstance(merge, GridMerge):
@@ -204,6 +234,22 @@ class LearnedMerger(LTMMerger):
             if hasattr(self, name):
                 setattr(self, name, None)
         self.frozen = True
+
+    def _keep_supports_(self, merge: Merge, hints: Hints) -> None:
+        """Weights differ from image to image, but who may join does not any more."""
+        if self.chosen:
+            return
+        self.chosen = ("sequence",) if hints.grid_in is None else ("rows", "columns")
+        supports = self._axes(merge.num_in, hints)
+        for name, support in zip(self.chosen, supports, strict=True):
+            self.register_buffer(f"chosen_{name}", support.detach().clone())
+        if isinstance(merge, GridMerge):
+            size = supports[0].new_ones(1, merge.num_in) if hints.size is None else hints.size[:1]
+            self.register_buffer("chosen_size_out", merge.sizes(size).detach().clone())
+
+    def _is_chosen(self, num_in: int, hints: Hints) -> bool:
+        planned = (self.site.num_in, self.site.num_out)
+        return bool(self.chosen) and (num_in, hints.num_out) == planned
 
     def _per_image(self) -> bool:
         return self.config.scope == "sample" or self.config.space == "token"

@@ -13,7 +13,7 @@ from ltm.core.groups import MatchedMerge
 from ltm.core.matching import Match, merge_in_order
 from ltm.methods.base import Decision, Hints, Site, token_size
 from ltm.methods.ltm.harm import Patches, match_least_harm, match_unimportant
-from ltm.methods.ltm.step import LTMMerger, carried
+from ltm.methods.ltm.step import LTMMerger
 
 if TYPE_CHECKING:
     from ltm.methods.ltm.config import LTM
@@ -52,7 +52,7 @@ class MatchingMerger(LTMMerger):
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         logits, weight = self.weigh(tokens, hints)
         merge = self.merge(tokens, hints, self.by_attention(weight, hints))
-        return Decision(merge=merge, carry=None if logits is None else carried(merge, logits))
+        return Decision(merge=merge, carry=None if logits is None else merge.hand_on(logits))
 
     def weigh(
         self, tokens: Float[Tensor, "b t c"], hints: Hints

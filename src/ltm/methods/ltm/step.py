@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ltm.core import clustering, fused, mask_gradient
-from ltm.core.merge import Merge
 from ltm.core.statistics import ClassStatistics
 from ltm.methods.base import Hints, Merger, Site, token_size
 
@@ -103,7 +102,7 @@ class InformativeStep(nn.Module):
     def has_kernel(self, tokens: Tensor, carry: Tensor | None) -> bool:
         """Whether `weigh` can take over from `forward`."""
         known = self.active and self.mlp is None
-        return known and fused.takes_match(tokens, carry, self.gain)
+        return known and fused.takes_inform(tokens, carry, self.gain)
 
     def weigh(
         self,
@@ -113,8 +112,10 @@ class InformativeStep(nn.Module):
         num_prefix: int,
     ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b t"]]:
         """`forward` by kernels, with the weights that follow from it."""
-        gradient = self.direction(fused.pool(tokens, size, num_prefix), None)
-        return fused.inform(tokens, gradient, size, carry, self.gain, self.config.eta, num_prefix)
+        known, config = (self.centroids, self.offsets, self.costs), self.config
+        return fused.inform(
+            tokens, size, carry, self.gain, *known, config.beta, config.eta, num_prefix
+        )
 
 
 class LTMMerger(Merger):
@@ -207,10 +208,3 @@ class LTMMerger(Merger):
         self.statistics = None
         if self.informative is not None and not self.informative.active:
             self.informative = None
-
-
-def carried(merge: Merge, logits: Float[Tensor, "b n"]) -> Float[Tensor, "b p"]:
-    """The logits of the merged tokens: the average of their members', by the mask itself."""
-    k = merge.num_prefix
-    padded = torch.nn.functional.pad(logits, (k, 0))[..., None]
-    return merge.average(padded)[:, k:, 0]
