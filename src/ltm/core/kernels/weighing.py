@@ -61,7 +61,7 @@ def _inform_kernel(
     for channel in range(0, c, CHANNELS):
         channels = channel + tl.arange(0, CHANNELS)
         mean = tl.load(pooled + image * c + channels, mask=channels < c, other=0.0)
-        down = tl.load(slope + image * c + channels, mask=channels < c, other=0.0)
+        down = tl.load(slope + image * c + channels, mask=channels < c, other=0.0).to(tl.float32)
         square += tl.sum(mean * mean, axis=0)
         along += tl.sum(mean * down, axis=0)
     length = tl.sqrt(square)
@@ -77,7 +77,7 @@ def _inform_kernel(
             mask=patch[:, None] & known[None], other=0.0,
         )  # fmt: skip
         mean = tl.load(pooled + image * c + channels, mask=known, other=0.0)
-        down = tl.load(slope + image * c + channels, mask=known, other=0.0)
+        down = tl.load(slope + image * c + channels, mask=known, other=0.0).to(tl.float32)
         found -= tl.sum(x.to(tl.float32) * ((down - along * mean) * scale)[None], axis=1)
     if HAS_GAIN:
         number = t - k
