@@ -222,8 +222,9 @@ def assign(
     b, t, c = tokens.shape
     n, device = t - num_prefix, tokens.device
     tokens = tokens.contiguous()
-    side = 64
-    blocks = triton.cdiv(n, side)
+    few = b < FEW_IMAGES
+    rows, columns = (64, 32) if few else (64, 128)
+    blocks = triton.cdiv(n, columns)
     distance = torch.empty(b, n, n, device=device)
     harm = torch.empty(b, n, blocks, device=device)
     rank = torch.empty(b, n, device=device, dtype=torch.int32)
@@ -232,19 +233,19 @@ def assign(
     leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
     size_, stride = sizes_of(size, harm)
     attention_ = harm if attention is None else attention.float().contiguous()
-    _harm_kernel[b, blocks, blocks](
+    _harm_kernel[b, triton.cdiv(n, rows), blocks](
         tokens, size_, attention_, distance, harm, t, num_prefix, c, stride, protection,
         HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
-        ROWS=side, COLUMNS=side, CHANNELS=64, num_warps=4, num_stages=3,
+        ROWS=rows, COLUMNS=columns, CHANNELS=64, num_warps=4 if few else 8, num_stages=3,
     )  # fmt: skip
-    some = 16 if b < FEW_IMAGES else 32
-    _rank_kernel[b, triton.cdiv(n, some)](
-        harm, rank, n, blocks, BLOCKS=triton.next_power_of_2(blocks), ROWS=some, RIVALS=64,
-        num_warps=4,
+    rows, rivals = (32, 256) if few else (64, 64)
+    _rank_kernel[b, triton.cdiv(n, rows)](
+        harm, rank, n, blocks, BLOCKS=triton.next_power_of_2(blocks), ROWS=rows, RIVALS=rivals,
+        num_warps=4 if few else 2,
     )  # fmt: skip
-    _assign_kernel[b, triton.cdiv(n, some)](
+    _assign_kernel[b, triton.cdiv(n, 8)](
         distance, rank, size_, assignment, stays, leaves, t, num_prefix, num_leaving, stride,
-        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), ROWS=some, num_warps=4,
+        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), ROWS=8, num_warps=2,
     )  # fmt: skip
     return assignment, stays, leaves
 
@@ -272,7 +273,7 @@ def merge_groups(
         t, num_places, num_leaving, c, weight_stride, stride,
         KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
         LEAVING=triton.next_power_of_2(max(num_leaving, 1)),
-        CHANNELS=triton.next_power_of_2(c), num_warps=2 if b < FEW_IMAGES else 1,
+        CHANNELS=triton.next_power_of_2(c), num_warps=1,
     )  # fmt: skip
     return merged, merged_size
 

@@ -157,9 +157,9 @@ def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     b, t, c = tokens.shape
     pooled = torch.empty(b, c, device=tokens.device)
     size_, stride = sizes_of(size, pooled)
-    _pool_kernel[b, triton.cdiv(c, 64)](
+    _pool_kernel[b, triton.cdiv(c, 32)](
         tokens, size_, pooled, t, num_prefix, c, stride,
-        HAS_SIZE=size is not None, TOKENS=64, CHANNELS=64, num_warps=4,
+        HAS_SIZE=size is not None, TOKENS=256, CHANNELS=32, num_warps=2,
     )  # fmt: skip
     return pooled
 
@@ -190,7 +190,8 @@ def inform(
         tokens, pooled, slope, size_, carry_, weight if gain is None else gain, logits, weight,
         t, num_prefix, c, stride, carry_stride, eta, ZERO_LENGTH,
         HAS_SIZE=size is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
-        TOKENS=everyone, CHANNELS=min(64, 16384 // everyone), num_warps=8,
+        TOKENS=everyone, CHANNELS=min(128, max(16, everyone // 2), 32768 // everyone),
+        num_warps=4 if everyone <= 128 else 8,
     )  # fmt: skip
     return logits, weight
 
@@ -202,8 +203,8 @@ def group_means(values: Tensor, weight: Tensor, assignment: Tensor, num_places: 
     means = torch.empty(b, num_places - k, device=values.device)
     values_, stride = sizes_of(values.float(), means)
     weight_, weight_stride = sizes_of(weight.float(), means)
-    _group_kernel[b, triton.cdiv(num_places - k, 64)](
+    _group_kernel[b, triton.cdiv(num_places - k, 16)](
         values_, weight_, assignment.contiguous(), means, t, k, num_places - k, stride,
-        weight_stride, TOKENS=triton.next_power_of_2(t), PLACES=64, num_warps=4,
+        weight_stride, TOKENS=triton.next_power_of_2(t), PLACES=16, num_warps=1,
     )  # fmt: skip
     return means
