@@ -224,6 +224,7 @@ def assign(
     tokens = tokens.contiguous()
     few = b < FEW_IMAGES
     rows, columns = (64, 32) if few else (64, 128)
+    channels, stages = (64, 3) if tokens.element_size() == 2 else (32, 2)  # what memory there is
     blocks = triton.cdiv(n, columns)
     distance = torch.empty(b, n, n, device=device)
     harm = torch.empty(b, n, blocks, device=device)
@@ -236,7 +237,7 @@ def assign(
     _harm_kernel[b, triton.cdiv(n, rows), blocks](
         tokens, size_, attention_, distance, harm, t, num_prefix, c, stride, protection,
         HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
-        ROWS=rows, COLUMNS=columns, CHANNELS=64, num_warps=4 if few else 8, num_stages=3,
+        ROWS=rows, COLUMNS=columns, CHANNELS=channels, num_warps=4 if few else 8, num_stages=stages,
     )  # fmt: skip
     rows, rivals = (32, 256) if few else (64, 64)
     _rank_kernel[b, triton.cdiv(n, rows)](
