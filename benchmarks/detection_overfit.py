@@ -216,6 +216,8 @@ class Study:
     def _build(self, config: DetectorConfig, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = config.build().to(self.device)
+        if self.device.type == "cuda":  # batch normalisation is twice as fast
+            model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         for module in model.modules():
             if isinstance(module, LearnedMerger):
                 module.noise = 0.0  # runs are too short to anneal it

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ from training_report import Report, Row
 
 from ltm.api import report as report_of
 from ltm.data.batches import Batch
-from ltm.data.classification import open_splits
+from ltm.data.classification import Splits, open_splits
 from ltm.data.loading import evaluation_loader, training_loader
 from ltm.data.transforms import image_spec
 from ltm.training.budget import set_thresholds_
-from ltm.training.config import Settings, from_mapping
+from ltm.training.config import Settings, TrainingData, from_mapping
 from ltm.training.loop import Loaders, Trainer
 from ltm.training.models import build_model
 from ltm.training.processes import make_fabric
@@ -80,6 +80,12 @@ def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> Settin
     return from_mapping(values)
 
 
+@cache
+def splits_of(data: TrainingData) -> Splits:
+    """The images, opened once: what is kept of them on the GPU serves all runs."""
+    return open_splits(data)
+
+
 def row_of(name: str, folder: Path, trained: int) -> Row:
     """What a finished run says."""
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -113,7 +119,11 @@ def run_one(report: Report, options: argparse.Namespace, name: str, settings: Se
     slug = "".join(c if c.isalnum() else "_" for c in name.lower())
     folder = options.output / "runs" / f"{slug}_{settings.optim.epochs}"
     result = train(
-        settings, folder, overwrite=True, console=Console(file=sys.stdout, soft_wrap=True)
+        settings,
+        folder,
+        overwrite=True,
+        splits=splits_of(settings.data),
+        console=Console(file=sys.stdout, soft_wrap=True),
     )
     trained = sum(p.numel() for p in result.model.parameters() if p.requires_grad)
     report.rows.append(row_of(name, folder, trained))
@@ -167,7 +177,7 @@ def untrained(
         optim={"epochs": 1},
         tune={"trainable": "mergers"},
     )
-    splits, fabric = open_splits(settings.data), make_fabric(settings.run)
+    splits, fabric = splits_of(settings.data), make_fabric(settings.run)
     fabric.launch()
     model = fabric.to_device(build_model(settings, splits.train.num_classes)).eval()
     spec = image_spec(settings.data, model)
@@ -226,7 +236,7 @@ def loading(report: Report, options: argparse.Namespace) -> None:
         data={"batch_size": options.loader_batch, "image_size": 224, "resident": False},
         optim={"epochs": 100, "lr": 1e-4},
     )
-    splits, fabric = open_splits(settings.data), make_fabric(settings.run)
+    splits, fabric = splits_of(settings.data), make_fabric(settings.run)
     fabric.launch()
     num_classes = splits.train.num_classes
     model: nn.Module = timm.create_model("vit_small_patch16_224", num_classes=num_classes)

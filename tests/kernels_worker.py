@@ -199,6 +199,7 @@ def learns(config):
 
 def main():
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     fused.enable(False)
     if DEVICE == "cpu":
         fused._runs_on = lambda _: True

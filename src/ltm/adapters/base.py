@@ -56,7 +56,7 @@ class Layout:
     multiple: int = 1
     """Sides that suit the network, its windows or its next stage, are multiples of this."""
     sites: tuple[int, ...] | None = None
-    """The blocks that merge, unless a config says so, where a grid is kept; None: all of them."""
+    """The blocks of a grid network that merge, where a method prefers few; None: all of them."""
 
     @property
     def stage_sizes(self) -> tuple[int, ...]:

@@ -151,10 +151,10 @@ class Planner:
     def _with_few_sites(self, ratio: float) -> Counts | None:
         """A plan for the sites that suit the network best, if it comes near the budget."""
         few = self.layout.sites
-        if few is None or not self.keeps_grid or self.config.sites is not None:
+        if few is None or not self.config.prefers_few or self.config.sites is not None:
             return None
         everywhere, self.chosen = self.chosen, few
-        for step in dict.fromkeys((self.layout.multiple, 1)):
+        for step in dict.fromkeys((self.layout.multiple, 1) if self.keeps_grid else (1,)):
             self.step = step
             with suppress(ValueError):  # too few to get there
                 counts = self._fitted(ratio)
@@ -181,7 +181,8 @@ class Planner:
         counts: dict[int, Count] = {}
         for run in self.layout.runs:
             blocks = self._chosen_in(run)
-            spread = self.config.spread(strength, run.num_in, blocks, len(self.layout.blocks))
+            depth = len(self.layout.blocks) if self.layout.entry is None else None
+            spread = self.config.spread(strength, run.num_in, blocks, depth)
             counts.update(zip(blocks, spread, strict=True))
         return counts
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ltm.core.recording import is_recorded
+
 MAX_TOKENS, MAX_CHANNELS = 256, 1024
 """What does not fit into one program of a match takes the plain path."""
 MAX_INFORMED = 4096
@@ -48,7 +50,7 @@ def enable(on: bool = True) -> bool:
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels do the work on these tensors."""
-    if not (_enabled and _installed and _runs_on(x)) or _is_recorded():
+    if not (_enabled and _installed and _runs_on(x)) or is_recorded():
         return False
     return not torch.is_grad_enabled() or not any(
         y is not None and y.requires_grad for y in (x, *others)
@@ -84,11 +86,6 @@ def takes_mix(x: Tensor, *others: Tensor | None) -> bool:
 def takes_grid(x: Tensor, rows: Tensor, columns: Tensor, weight: Tensor | None) -> bool:
     """Whether a kernel merges this grid."""
     return columns.shape[0] <= MAX_SIDE and takes_mix(x, rows, columns, weight)
-
-
-def _is_recorded() -> bool:
-    """Exported networks have to run where these operators are not known."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _runs_on(x: Tensor) -> bool:

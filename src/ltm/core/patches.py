@@ -7,8 +7,9 @@ forward.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+
+from ltm.core.recording import is_recorded
 
 MAX_CHANNELS = 4
 """Images have so many channels; for more of them convolutions are as fast."""
@@ -18,7 +19,7 @@ class PatchProduct(nn.Conv2d):
     """A convolution over patches that do not overlap, done as a product on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of the overridden one
-        if not input.is_cuda or torch.compiler.is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        if not input.is_cuda or is_recorded():
             return super().forward(input)
         return embed_patches(input, self.weight, self.bias)
 

@@ -10,7 +10,10 @@ Letters: b images, n pixels of an image's side, m pixels of a crop's side.
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +134,8 @@ def _read(dataset: Any, device: torch.device) -> Pixels:
         )
     images = torch.empty(len(dataset), *first.shape, dtype=torch.uint8)
     labels = torch.empty(len(dataset), dtype=torch.int64)
-    for index in range(len(dataset)):
+
+    def decode(index: int) -> None:
         image, label = dataset[index]
         found = pil_to_tensor(image)
         if found.shape != first.shape:
@@ -141,6 +145,9 @@ def _read(dataset: Any, device: torch.device) -> Pixels:
                 f"{found.shape[2]}x{found.shape[1]}"
             )
         images[index], labels[index] = found, label
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        deque(threads.map(decode, range(len(dataset))), maxlen=0)
     return Pixels(images.to(device), labels.to(device))
 
 

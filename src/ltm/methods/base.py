@@ -159,6 +159,8 @@ class MethodConfig(ABC):
     """Weigh tokens in the attention by the number of patches they stand for."""
 
     name: ClassVar[str]
+    prefers_few: ClassVar[bool] = False
+    """Merges once per stage of a grid network, where that is enough, instead of in every block."""
     earlier: ClassVar[dict[str, Any]] = {}
     """What settings were before there were names for them: for configs that were saved then."""
 
@@ -194,8 +196,13 @@ class MethodConfig(ABC):
         """The blocks that merge unless `sites` says so."""
         return tuple(range(num_blocks))
 
-    def spread(self, strength: float, num_in: int, sites: tuple[int, ...], depth: int) -> list[int]:
-        """Tokens after each of the chosen sites of a sequence, at a strength in [0, 1]."""
+    def spread(
+        self, strength: float, num_in: int, sites: tuple[int, ...], depth: int | None
+    ) -> list[int]:
+        """Tokens after each of the chosen sites of a sequence, at a strength in [0, 1].
+
+        `depth` is the number of blocks; None for a stage of a network that has several.
+        """
         return constant_number(strength, num_in, len(sites))
 
     def counting(self) -> float:

@@ -17,7 +17,8 @@ from ltm.core.kernels.launch import sizes_of
 @triton.jit
 def _grid_kernel(
     tokens, weight, rows, columns, merged, h, w, h2, w2, c, weight_stride,
-    HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, CHANNELS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one row of merged tokens: of the rows before, only those of its support."""
     image, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -28,21 +29,23 @@ def _grid_kernel(
         columns + across[None] * w2 + places[:, None],
         mask=inside[None] & (places < w2)[:, None], other=0.0,
     ).to(tl.float32)  # fmt: skip
+    down = tl.arange(0, HEIGHT)
+    parts = tl.load(rows + down * h2 + row, mask=down < h, other=0.0)
+    first = tl.min(tl.where(parts != 0, down, HEIGHT), axis=0)
+    last = tl.max(tl.where(parts != 0, down, -1), axis=0)
     found = tl.zeros((PLACES, CHANNELS), tl.float32)
     total = tl.zeros((PLACES,), tl.float32)
-    for y in range(h):
-        part = tl.load(rows + y * h2 + row).to(tl.float32)
-        if part != 0:
-            x = tl.load(
-                tokens + ((image * h + y) * w + across[:, None]) * c + channels[None],
-                mask=inside[:, None] & known[None], other=0.0,
-            )  # fmt: skip
-            share = part * table
-            if HAS_WEIGHT:
-                own = tl.load(weight + image * weight_stride + y * w + across, mask=inside, other=0)
-                share = share * own.to(tl.float32)[None]
-                total += tl.sum(share, axis=1)
-            found = tl.dot(share.to(x.dtype), x, found, input_precision="ieee")
+    for y in range(first, last + 1):
+        x = tl.load(
+            tokens + ((image * h + y) * w + across[:, None]) * c + channels[None],
+            mask=inside[:, None] & known[None], other=0.0,
+        )  # fmt: skip
+        share = tl.load(rows + y * h2 + row).to(tl.float32) * table
+        if HAS_WEIGHT:
+            own = tl.load(weight + image * weight_stride + y * w + across, mask=inside, other=0.0)
+            share = share * own.to(tl.float32)[None]
+            total += tl.sum(share, axis=1)
+        found = tl.dot(share.to(x.dtype), x, found, input_precision="ieee")
     if HAS_WEIGHT:
         found = found / tl.maximum(total, 1e-6)[:, None]
     tl.store(
@@ -64,7 +67,7 @@ def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Ten
     _grid_kernel[b, h2, triton.cdiv(c, some)](
         tokens.contiguous(), weight_, rows.contiguous(), columns.contiguous(), merged,
         h, w, h2, w2, c, stride, HAS_WEIGHT=weight is not None,
-        WIDTH=max(16, triton.next_power_of_2(w)), PLACES=max(16, triton.next_power_of_2(w2)),
-        CHANNELS=some, num_warps=2 if w <= 32 else 4,
+        HEIGHT=triton.next_power_of_2(h), WIDTH=max(16, triton.next_power_of_2(w)),
+        PLACES=max(16, triton.next_power_of_2(w2)), CHANNELS=some, num_warps=2 if w <= 32 else 4,
     )  # fmt: skip
     return merged

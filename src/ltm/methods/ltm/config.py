@@ -69,6 +69,7 @@ class LTM(MethodConfig):
     """A zero-initialised residual layer on the tokens inside the mask module."""
 
     name: ClassVar[str] = "ltm"
+    prefers_few: ClassVar[bool] = True
     earlier: ClassVar[dict[str, Any]] = {"attended": 0.0, "size_power": 1.0}
 
     def __post_init__(self) -> None:
@@ -153,16 +154,21 @@ class LTM(MethodConfig):
         depths = PROFILE_DEPTH if self.ratio >= FEW_SITES_DOWN_TO else MANY_DEPTH
         return tuple(sorted({round(depth * num_blocks) for depth in depths}))
 
-    def spread(self, strength: float, num_in: int, sites: tuple[int, ...], depth: int) -> list[int]:
-        idle = {site for site in sites if self.operator_at(site) == "none"}
+    def spread(
+        self, strength: float, num_in: int, sites: tuple[int, ...], depth: int | None
+    ) -> list[int]:
         even = (PROFILE_DOWN_TO - (self.ratio or 1.0)) / (PROFILE_DOWN_TO - EQUAL_FROM)
         even = min(max(even, 0.0), 1.0)
         mean = sum(PROFILE_LEAVING) / len(PROFILE_LEAVING)
-        shares = [
-            0.0 if site in idle else (1 - even) * _profile_share(site / depth) + even * mean
-            for site in sites
-        ]
-        return weighted_rate(strength, num_in, shares)
+
+        def share(site: int) -> float:
+            if self.operator_at(site) == "none":
+                return 0.0
+            if depth is None:
+                return mean
+            return (1 - even) * _profile_share(site / depth) + even * mean
+
+        return weighted_rate(strength, num_in, [share(site) for site in sites])
 
 
 def _profile_share(depth: float) -> float:
