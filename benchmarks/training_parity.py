@@ -48,7 +48,7 @@ def settings_of(family: str, method: str, seed: int, arguments: argparse.Namespa
         f"shapes:classes={arguments.classes},size={arguments.size},images={arguments.images},"
         f"val_images={arguments.val_images}"
     )
-    warm = max(1, round(arguments.epochs * 0.1))
+    warm = max(1, round(arguments.epochs * arguments.warm))
     model = replace(
         recipe.model,
         model_args=tuple(
@@ -159,6 +159,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--val-images", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--warm", type=float, default=0.1, help="share of epochs without merging")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=0)

@@ -104,7 +104,7 @@ def _small(family: str) -> Settings:
         model=ModelSettings(name=name, model_args=arguments),
         merge=MergeSettings(
             ratio=0.7,
-            method_options=("support=learned",) if family == "vit" else (),
+            method_options=("support=matching",) if family == "swin" else (),
             warm_epochs=2,
         ),
         data=TrainingData(
