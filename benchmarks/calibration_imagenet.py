@@ -24,6 +24,7 @@ from calibration_report import write_report
 from torch import Tensor, nn
 
 import ltm
+from ltm.api import mergers
 from ltm.calibration import Calibration, CalibrationResult, Settings
 from ltm.cli.images import load_batches, open_images
 from ltm.cli.models import load_model
@@ -145,6 +146,38 @@ def calibrated(bench: Bench, budget: float, *, statistics: bool = False, **chang
     return build
 
 
+def tuned(bench: Bench, budget: float, **changes: Any) -> Build:
+    """The calibrated LTM whose mask modules learn to answer as the original does."""
+    informed = calibrated(bench, budget, statistics=True, weights="informative", **changes)
+
+    def build(model: nn.Module, fold: int) -> float:
+        share = informed(model, fold)
+        distil_(model, bench.host, bench.fitting(fold))
+        return share
+
+    return build
+
+
+def distil_(model: nn.Module, original: nn.Module, images: Tensor, epochs: int = 3) -> None:
+    """Train mask modules, and nothing else, on unlabelled images."""
+    with torch.no_grad():
+        targets = torch.cat([original(batch).softmax(-1) for batch in images.split(50)])
+    model.requires_grad_(False)
+    learning = [p.requires_grad_() for _, m in mergers(model) for p in m.parameters()]
+    optimizer = torch.optim.AdamW(learning, lr=3e-3, weight_decay=0.0)
+    order = torch.Generator().manual_seed(0)
+    for epoch in range(epochs):
+        losses: list[float] = []
+        for places in torch.randperm(len(images), generator=order).split(50):
+            outputs = model(images[places]).log_softmax(-1)
+            loss = nn.functional.kl_div(outputs, targets[places], reduction="batchmean")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        print(f"epoch {epoch + 1}: divergence {sum(losses) / len(losses):.4f}", flush=True)
+
+
 def curve_rows(bench: Bench) -> Iterator[tuple[str, float, Build]]:
     """Every method at every budget."""
     yield BASE, 1.0, lambda _model, _fold: 1.0
@@ -164,6 +197,8 @@ def ablation_rows(bench: Bench) -> Iterator[tuple[str, float, Build]]:
         )
         informed = calibrated(bench, budget, statistics=True, weights="informative")
         yield "informative weights", budget, informed
+        yield "gains trained", budget, tuned(bench, budget)
+        yield "gains and layers trained", budget, tuned(bench, budget, mlp=True)
         unbiased = calibrated(bench, budget, proportional_attention=False)
         yield "sizes ignored in attention", budget, unbiased
         yield "patches weigh alike", budget, calibrated(bench, budget, attended=0.0)
