@@ -89,3 +89,19 @@ def test_evaluation_neither_drops_nor_doubles(num_images):
     shares = [EvaluationSampler(range(num_images), rank=rank, world_size=4) for rank in range(4)]
     assert sorted(index for share in shares for index in share) == list(range(num_images))
     assert sum(map(len, shares)) == num_images
+
+
+def test_an_epoch_may_draw_only_some_images() -> None:
+    whole, some = TrainingSampler(range(50), seed=3), TrainingSampler(range(50), epoch_images=20)
+    some.seed = 3
+    assert len(some) == 20
+    assert [draw.index for draw in some] == [draw.index for draw in whole][:20]
+    some.set_epoch(1)
+    assert {draw.index for draw in some} != {draw.index for draw in whole}
+    assert len(TrainingSampler(range(5), epoch_images=20)) == 5
+    shares = [TrainingSampler(range(50), epoch_images=21, rank=r, world_size=2) for r in (0, 1)]
+    first, second = ([draw.index for draw in share] for share in shares)
+    assert len(first) == len(second) == 10
+    assert not set(first) & set(second)
+    with pytest.raises(ValueError, match="epoch_images is 20 and repeats is 3"):
+        TrainingSampler(range(50), epoch_images=20, repeats=3)

@@ -29,6 +29,8 @@ class DataConfig:
     """Images per batch and process."""
     workers: int = 2
     """Loader processes per training process; 0 loads in the process itself."""
+    epoch_images: int = 0
+    """Training images in an epoch, drawn anew for each; 0 for all."""
     resident: bool = False
     """Decode images once, keep them on the device and crop them there: small data of one size."""
     shuffle_buffer: int = 1000
@@ -39,6 +41,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        _require(self.epoch_images >= 0, "epoch_images", self.epoch_images, "not negative")
         _require(self.workers >= 0, "workers", self.workers, "not negative")
         _require(self.shuffle_buffer >= 1, "shuffle_buffer", self.shuffle_buffer, "at least 1")
         _require(self.max_unreadable >= 0, "max_unreadable", self.max_unreadable, "not negative")

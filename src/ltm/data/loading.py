@@ -85,6 +85,7 @@ def build_loader(
     world_size: int = 1,
     shuffle: bool = True,
     repeats: int = 1,
+    epoch_images: int = 0,
     shuffle_buffer: int = 1000,
     collate: Collate | None = None,
 ) -> Loader:
@@ -107,6 +108,7 @@ def build_loader(
         world_size: Number of processes that share the data set.
         shuffle: Whether training shuffles.
         repeats: How often training repeats each image it draws (repeated augmentation).
+        epoch_images: How many images a training epoch draws; 0 for all.
         shuffle_buffer: Images per worker to shuffle among; for tar shards only.
         collate: Makes a batch of a list of items; batches are then moved to the device as they
             are, tensors in lists, tuples and dicts included.
@@ -114,9 +116,9 @@ def build_loader(
     device = torch.device(device)
     place = {"seed": seed, "rank": rank, "world_size": world_size}
     if isinstance(dataset, TarShards):
-        if repeats > 1:
+        if repeats > 1 or epoch_images:
             raise ValueError(
-                "tar shards are read in sequence and cannot be repeated; use repeats=1"
+                "tar shards are read in sequence, and whole; use repeats=1 and epoch_images=0"
             )
         order = items = ShardStream(
             dataset,
@@ -126,7 +128,13 @@ def build_loader(
             **place,
         )
     elif training:
-        order = TrainingSampler(dataset, shuffle=shuffle, repeats=repeats, **place)  # pyright: ignore[reportArgumentType]
+        order = TrainingSampler(
+            dataset,  # pyright: ignore[reportArgumentType]
+            shuffle=shuffle,
+            repeats=repeats,
+            epoch_images=epoch_images,
+            **place,
+        )
         items = _SeededItems(dataset)
     else:
         order = EvaluationSampler(dataset, rank=rank, world_size=world_size)  # pyright: ignore[reportArgumentType]
@@ -169,7 +177,12 @@ def training_loader(
     """Load a data set for training, augmented; Mixup is `transforms.BatchMixup`'s, afterwards."""
     if config.resident:
         order = TrainingSampler(
-            dataset, seed=seed, rank=rank, world_size=world_size, repeats=augment.repeats
+            dataset,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            repeats=augment.repeats,
+            epoch_images=config.epoch_images,
         )
         return _resident(dataset, order, spec, config, augment=augment, device=device)
     return build_loader(
@@ -183,6 +196,7 @@ def training_loader(
         rank=rank,
         world_size=world_size,
         repeats=augment.repeats,
+        epoch_images=config.epoch_images,
         shuffle_buffer=config.shuffle_buffer,
     )
 

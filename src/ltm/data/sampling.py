@@ -77,10 +77,17 @@ class TrainingSampler(Sampler[Draw]):
         world_size: int = 1,
         shuffle: bool = True,
         repeats: int = 1,
+        epoch_images: int = 0,
     ) -> None:
+        if epoch_images and repeats > 1:
+            raise ValueError(
+                f"epoch_images is {epoch_images} and repeats is {repeats}: repeated augmentation "
+                "has epochs of its own; leave one of the two out"
+            )
         self.seed = seed
         self.epoch = 0
         self._num_images = len(dataset)
+        self._drawn = min(epoch_images or len(dataset), len(dataset))
         self._rank = rank
         self._world_size = world_size
         self._shuffle = shuffle
@@ -102,7 +109,7 @@ class TrainingSampler(Sampler[Draw]):
     def __len__(self) -> int:
         if self._repeated is not None:
             return len(self._repeated)
-        return self._num_images // self._world_size
+        return self._drawn // self._world_size
 
     def __iter__(self) -> Iterator[Draw]:
         # Decided here and now: what comes is this epoch's even if another is chosen meanwhile.

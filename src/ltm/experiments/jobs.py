@@ -17,7 +17,9 @@ from ltm.training.config import MergeSettings, Settings
 from ltm.training.detection_config import DetectionSettings
 from ltm.training.models import method_config
 
-_ELSEWHERE = {"device", "devices", "strategy", "workers", "keep_every", "eval_batch_size"}
+_ELSEWHERE = {
+    "device", "devices", "strategy", "workers", "keep_every", "channels_last", "eval_batch_size",
+}  # fmt: skip
 """Settings of the machine, which say nothing about the result."""
 _PATHS = {"source", "weights", "annotations", "val_annotations"}
 """Settings that name files: the name counts, not the folder."""

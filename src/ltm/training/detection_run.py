@@ -71,6 +71,8 @@ def train_detector(
     model = config.build()
     _describe(console, model, splits)
     model = cast("Detector", synchronised(fabric.to_device(model), fabric, settings.run))
+    if settings.run.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     trainer = DetectionTrainer(fabric, settings, model, splits, console)
     with first_alone(fabric) as first:
         if first:

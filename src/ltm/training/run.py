@@ -95,6 +95,8 @@ def train(
     if settings.run.grad_checkpointing:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     model = synchronised(fabric.to_device(model), fabric, settings.run)
+    if settings.run.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     _describe(console, settings, model)
     if built.new_head:
         console.print(f"the head is new, for {splits.train.num_classes} classes, and trains")

@@ -26,7 +26,9 @@ from ltm.training.detection_config import (
 )
 
 EPOCHS = 12
-_RUN = RunSettings(precision="bf16", keep_every=EPOCHS // 3)
+_RUN = RunSettings(precision="bf16", channels_last=True, keep_every=EPOCHS // 3)
+_TUNING_IMAGES = 5000
+"""An epoch of mask modules, which have few parameters, is a quarter of the training images."""
 _SHAPES = "shapes:size=128,images=2000,val_images=500,classes=5"
 
 
@@ -112,7 +114,7 @@ def _tune(model: ModelSettings, data: TrainingData) -> Settings:
     return Settings(
         model=model,
         merge=MergeSettings(ratio=0.7),
-        data=data,
+        data=replace(data, epoch_images=_TUNING_IMAGES),
         augment=AugmentConfig.light(),
         optim=OptimSettings(epochs=1, lr=5e-3, weight_decay=0.0, min_lr=1e-4),
         tune=TuneSettings(trainable="mergers"),
@@ -185,7 +187,7 @@ def _vit(source: str, weights: str | None) -> Network:
 def _transfer(network: Network, source: str) -> Settings:
     return replace(
         network.tune,
-        data=replace(network.tune.data, source=source),
+        data=replace(network.tune.data, source=source, epoch_images=0),
         optim=OptimSettings(epochs=3, lr=2e-4, weight_decay=0.05, lr_warmup_epochs=0.5, clip=1.0),
         tune=TuneSettings(),
     )
