@@ -92,7 +92,7 @@ class MatchingMerger(LTMMerger):
     ) -> MatchedMerge:
         """The tokens that leave join, or are dropped; all others keep their order."""
         prune, keep_norm = self.operator.startswith("prune"), self.operator == "norm"
-        if self.config.matching == "free" and fused.takes_match(tokens, weight):
+        if self.config.matching == "free" and fused.takes_match(tokens.detach()):
             return self._fused(tokens, hints, weight, prune, keep_norm)
         match = self.match(tokens, hints)
         return merge_in_order(match, weight, prune=prune, keep_norm=keep_norm)
@@ -100,10 +100,12 @@ class MatchingMerger(LTMMerger):
     def _fused(
         self, tokens: Tensor, hints: Hints, weight: Tensor, prune: bool, keep_norm: bool
     ) -> MatchedMerge:
+        """Who leaves has no gradient: a kernel finds it in training too."""
         k = self.site.num_prefix
         num_leaving = tokens.shape[1] - k - hints.num_out
+        size, attention = (x if x is None else x.detach() for x in (hints.size, hints.importance))
         assignment, stays, leaves = fused.assign(
-            tokens, hints.size, hints.importance, num_leaving, k, self.protection
+            tokens.detach(), size, attention, num_leaving, k, self.protection
         )
         return MatchedMerge(
             assignment=assignment,
