@@ -1,9 +1,14 @@
-"""What was measured, on what, as text and Markdown."""
+"""What was measured, on what, as text, Markdown and pictures.
+
+python benchmarks/detection_report.py LOG [LOG ...] PICTURE       # losses of some logs
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +61,23 @@ def text_of(found: dict[str, Any]) -> str:
         if kind in found
     ]
     return ", ".join(parts)
+
+
+def draw_losses(logs: list[Path], picture: Path) -> None:
+    """The losses that logs tell of, step by step, as a picture without any image in it."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    for log in logs:
+        found = re.findall(r"step (\d+): loss ([\d.]+)", log.read_text())
+        axes.plot([int(s) for s, _ in found], [float(loss) for _, loss in found], label=log.stem)
+    axes.set(xlabel="step", ylabel="training loss", yscale="log")
+    axes.legend()
+    figure.savefig(picture, bbox_inches="tight", dpi=110)
+
+
+if __name__ == "__main__":
+    draw_losses([Path(log) for log in sys.argv[1:-1]], Path(sys.argv[-1]))
