@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from timm.data.loader import PrefetchLoader
@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 
 from ltm.data.sampling import TrainingSampler
 from ltm.data.transforms import ImageSpec
+
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -52,6 +54,30 @@ class Ahead:
             pass  # a worker died; the epoch at hand is whole, and the next one says so
         finally:
             self._order.set_epoch(chosen)
+
+
+class Lookahead(Generic[T]):
+    """Batches, of which the next can be fetched while the device works on the one at hand."""
+
+    def __init__(self, batches: Iterable[T]) -> None:
+        self._batches = iter(batches)
+        self._fetched: list[T] = []
+        self._over = False
+
+    def fetch(self) -> None:
+        """Have the next batch at hand; does nothing if it is."""
+        if not self._fetched and not self._over:
+            try:
+                self._fetched.append(next(self._batches))
+            except StopIteration:
+                self._over = True
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            self.fetch()
+            if not self._fetched:
+                return
+            yield self._fetched.pop()
 
 
 class Normalised:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ltm.api import is_merging, merging_off, report
-from ltm.data.batches import Batch
+from ltm.data.batches import Batch, Lookahead
 from ltm.data.loading import Loader
 from ltm.data.sampling import make_key
 from ltm.data.transforms import BatchMixup
@@ -95,6 +95,7 @@ class Trainer:
                 rank=fabric.global_rank,
             )
         self.updates = 0
+        self._batches: Lookahead[Batch] = Lookahead(())
         self.remark = ""
         """What the bar says besides the running means."""
 
@@ -174,7 +175,8 @@ class Trainer:
             merging_off(self.model) if paused else nullcontext(),
             bar(self.console, title, len(loader), shown=self.fabric.is_global_zero) as shown,
         ):
-            for step, (images, labels) in enumerate(loader):
+            self._batches = Lookahead(loader)
+            for step, (images, labels) in enumerate(self._batches):
                 losses = self._step(epoch, step, images, labels, merging=merging, watch=watch)
                 if watch:
                     observe_(losses.records, labels)
@@ -207,6 +209,7 @@ class Trainer:
             max_norm=self.settings.optim.clip or torch.inf,
             error_if_nonfinite=False,
         )
+        self._batches.fetch()  # before anything waits for the device
         if not self._is_finite(loss, norm):
             self._stop(images, when)
         self.optimizer.step()
