@@ -18,8 +18,8 @@ from ltm.core.groups import MatchedMerge
 from ltm.core.matching import merge_in_order
 from ltm.core.merge import GridMerge
 from ltm.core.statistics import ClassStatistics
+from ltm.methods.ltm.axis import Axis
 from ltm.methods.ltm.harm import Patches, match_least_harm
-from ltm.methods.ltm.learned import Axis
 from ltm.methods.ltm.step import InformativeStep
 from toys import pictures, size_of, toy
 
@@ -114,7 +114,7 @@ def attend(num_tokens, shared):
 
 
 @torch.no_grad()
-def inform(num_classes, images, dtype):
+def inform(num_classes, images, dtype, autocast=False):
     """The informative step against the plain one: logits, weights, and what groups hand on."""
     torch.manual_seed(0)
     step = InformativeStep(num_classes, 72, ltm.LTM(gain=1.0)).to(DEVICE)
@@ -130,7 +130,8 @@ def inform(num_classes, images, dtype):
     size = torch.randint(1, 6, (images, 40), device=DEVICE).float()
     carry = torch.randn(images, 39, device=DEVICE)
     expected = step(tokens[:, 1:], size[:, 1:], None, carry)
-    logits, weight = step.to(dtype).weigh(tokens.to(dtype), size, carry, 1)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        logits, weight = step.to(dtype).weigh(tokens.to(dtype), size, carry, 1)
     weights = torch.cat([size[:, :1], size[:, 1:] * expected.exp()], dim=1)
     places = torch.randint(1, 20, (images, 40), device=DEVICE)
     places[:, 0] = 0
@@ -208,7 +209,10 @@ def main():
     results = {
         "kernels": {name: compare(**case) for name, case in CASES.items()},
         "attention": {str(t): attend(t, shared) for t, shared in ((17, False), (197, True))},
-        "inform": {str(y): inform(y, 18, torch.float32) for y in (3, 70, 150)},
+        "inform": {
+            **{str(y): inform(y, 18, torch.float32) for y in (3, 70, 150)},
+            "autocast": inform(70, 18, torch.float32, autocast=True),
+        },
         "grids": [
             grid((8, 8), (6, 6), 40, weighed=False),
             grid((9, 17), (5, 9), 72, weighed=True),

@@ -6,11 +6,13 @@ A process of its own: tracers cannot see through the assertions that the test se
 import json
 import sys
 import warnings
+from contextlib import suppress
 
 import torch
 
 import ltm
 from ltm.api import mergers
+from ltm.core import fused
 from toys import pictures, size_of, toy
 
 CASES = {
@@ -57,6 +59,32 @@ def exported(case: str) -> float:
     return float((program(other) - model(other)).abs().max())
 
 
+def operators(graph: torch.fx.GraphModule) -> list[str]:
+    """Our own operators in a graph."""
+    return sorted({str(node.target) for node in graph.graph.nodes if "ltm." in str(node.target)})
+
+
+def with_kernels(case: str) -> dict[str, list[str]]:
+    """Our operators in the compiled and in the exported graph, where kernels would run."""
+    model, images = prepared(case)
+    ltm.freeze_(model)
+    found: dict[str, list[str]] = {}
+
+    def look(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        found["compiled"] = operators(graph)
+        return graph
+
+    runs_on, fused._runs_on = fused._runs_on, lambda _: True
+    try:
+        torch._dynamo.reset()
+        with suppress(Exception):  # traced whole, but there is nothing that could run it
+            torch.compile(model, fullgraph=True, backend=look)(images)
+        found["exported"] = operators(torch.export.export(model, (images,)).graph_module)
+    finally:
+        fused._runs_on = runs_on
+    return found
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -69,6 +97,9 @@ def main() -> None:
                 except Exception as error:  # noqa: BLE001
                     # The test says which case failed, and why.
                     results[f"{case}-{trace.__name__}"] = repr(error)[:2000]
+        if not sys.argv[1:]:
+            for case in ("vit-ltm", "vit-ltm-learned", "efficientvit-ltm"):
+                results[f"{case}-kernels"] = with_kernels(case)
     print(json.dumps(results))
 
 

@@ -92,3 +92,15 @@ def test_a_budget_below_the_floor_names_it():
     model, size = on_meta("efficientvit_b1@224")
     with pytest.raises(ValueError, match=r"tome on this network cannot go below 0\.\d+"):
         ltm.merge_tokens_(model, ltm.ToMe(ratio=0.3), size)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "mobilevit_s"])
+def test_matching_on_grids_keeps_more_tokens_where_more_may_be_spent(name):
+    kept = []
+    for ratio in (0.95, 0.9, 0.85):
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        report = ltm.merge_tokens_(model, ltm.LTM(ratio=ratio, support="matching"))
+        kept.append(min(site.num_out / site.num_in for site in report.sites))
+    assert kept == sorted(kept, reverse=True), kept
+    assert min(kept) > 0.35

@@ -31,6 +31,17 @@ def test_all_methods_on_vit_and_ltm_on_all_families_compile_whole(traces):
 
 
 @pytest.mark.slow
+def test_kernels_are_compiled_in_and_never_exported(traces):
+    found = {case: value for case, value in traces.items() if case.endswith("kernels")}
+    assert len(found) == 3
+    for case, graphs in found.items():
+        assert "ltm.inform.default" in graphs["compiled"], case
+        assert graphs["exported"] == [], case
+    assert "ltm.assign.default" in found["vit-ltm-kernels"]["compiled"]
+    assert "ltm.merge_grid.default" in found["efficientvit-ltm-kernels"]["compiled"]
+
+
+@pytest.mark.slow
 def test_all_methods_on_vit_and_ltm_on_all_families_export(traces):
     """With a dynamic batch."""
     found = {case: value for case, value in traces.items() if case.endswith("exported")}

@@ -1,5 +1,6 @@
 """Freezing, saving and loading."""
 
+import copy
 import json
 
 import pytest
@@ -98,3 +99,31 @@ def test_a_frozen_model_stays_as_it_is():
     with pytest.raises(ValueError, match="frozen"):
         ltm.api.set_ratio_(model, 0.9)
     assert ltm.freeze_(model) is model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mobilevit", "efficientvit"])
+@pytest.mark.parametrize(("size", "other"), [((64, 128), (128, 64)), ((128, 128), (64, 256))])
+def test_frozen_masks_are_for_the_grids_that_they_were_made_for(name, size, other):
+    images, others = torch.randn(3, 3, *size), torch.randn(3, 3, *other)
+    model = toy(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.85, gain=1.0), size)
+    ltm.collect_statistics_(model, [(images, torch.arange(3))])
+    frozen = ltm.freeze_(copy.deepcopy(model))
+    assert not [key for key in frozen.state_dict() if "chosen" in key]
+    for batch in (images, others):
+        torch.testing.assert_close(frozen(batch), model(batch))
+    static = toy(name)
+    ltm.merge_tokens_(static, ltm.LTM(ratio=0.85, weights="uniform"), size)
+    with pytest.raises(ValueError, match=r"is frozen for \d+ x \d+ tokens, and \d+ x \d+ came in"):
+        ltm.freeze_(static)(others)
+
+
+@torch.no_grad()
+def test_supports_follow_the_logits_that_are_loaded(tmp_path):
+    model, images = prepared("efficientvit", ltm.LTM(ratio=0.8))
+    for logits in (p for n, p in model.named_parameters() if n.endswith("logits")):
+        logits.uniform_(-1, 1)
+    ltm.freeze_(model)
+    ltm.save(model, tmp_path)
+    torch.testing.assert_close(ltm.load(tmp_path, toy("efficientvit"))(images), model(images))

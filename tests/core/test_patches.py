@@ -43,3 +43,8 @@ def test_networks_keep_their_weights_and_say_the_same() -> None:
         proj = changed.patch_embed.proj
         proj.forward = lambda x: embed_patches(x, proj.weight, proj.bias)
         torch.testing.assert_close(changed(images), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_images_smaller_than_a_patch_are_refused() -> None:
+    with pytest.raises(ValueError, match="images are 8x40, smaller than a patch of 16x16"):
+        embed_patches(torch.randn(1, 3, 8, 40), torch.randn(4, 3, 16, 16), None)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from ltm.data import resident
 from ltm.data.classification import open_dataset
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.loading import evaluation_loader, training_loader
@@ -147,6 +148,20 @@ def test_images_are_decoded_once_for_all_views(monkeypatch):
     monkeypatch.setattr(type(images), "__getitem__", None)
     assert all_pixels(images.take(5), device) is whole
     assert all_pixels(images.with_transform(print), device) is whole
+
+
+def test_worker_processes_decode_the_same_pixels_and_tell_of_broken_files(tmp_path, monkeypatch):
+    for number in range(6):
+        pixels = np.full((8, 8, 3), 40 * number, dtype=np.uint8)
+        (tmp_path / "a").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "a" / f"{number}.png")
+    (tmp_path / "a" / "2.png").write_bytes(b"no image")
+    device, found = torch.device("cpu"), []
+    for many in (1000, 1):
+        monkeypatch.setattr(resident, "_MANY", many)
+        with pytest.warns(UserWarning, match=r"2\.png"):
+            found.append(all_pixels(open_dataset(tmp_path), device).images)
+    assert torch.equal(*found)
 
 
 def test_images_of_several_sizes_are_refused(tmp_path):

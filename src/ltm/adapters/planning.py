@@ -153,6 +153,8 @@ class Planner:
         few = self.layout.sites
         if few is None or not self.config.prefers_few or self.config.sites is not None:
             return None
+        if not self.keeps_grid and all(len(run.blocks) == 1 for run in self.layout.runs):
+            return None  # what merges is put back at once: a site saves its own block alone
         everywhere, self.chosen = self.chosen, few
         for step in dict.fromkeys((self.layout.multiple, 1) if self.keeps_grid else (1,)):
             self.step = step

@@ -7,6 +7,7 @@ forward.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ltm.core.recording import is_recorded
@@ -19,7 +20,7 @@ class PatchProduct(nn.Conv2d):
     """A convolution over patches that do not overlap, done as a product on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of the overridden one
-        if not input.is_cuda or is_recorded():
+        if not input.is_cuda or not _is_half(input) or is_recorded():
             return super().forward(input)
         return embed_patches(input, self.weight, self.bias)
 
@@ -28,11 +29,21 @@ def embed_patches(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """What the convolution gives, `b c h w`; pixels beyond the last whole patch are left out."""
     channels, patch = weight.shape[0], weight.shape[2:]
     rows, columns = (side // step for side, step in zip(images.shape[2:], patch, strict=True))
+    if not rows or not columns:
+        raise ValueError(
+            f"images are {images.shape[2]}x{images.shape[3]}, smaller than a patch of "
+            f"{patch[0]}x{patch[1]}"
+        )
     images = images[:, :, : rows * patch[0], : columns * patch[1]]
     patches = images.reshape(*images.shape[:2], rows, patch[0], columns, patch[1])
     patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
     embedded = nn.functional.linear(patches, weight.reshape(channels, -1), bias)
     return embedded.permute(0, 3, 1, 2)
+
+
+def _is_half(images: Tensor) -> bool:
+    """In full precision torch's convolutions may round their inputs, and are fast enough."""
+    return images.element_size() == 2 or torch.is_autocast_enabled(images.device.type)
 
 
 def embed_by_product_(model: nn.Module) -> int:

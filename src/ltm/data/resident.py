@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ltm.data.batches import Batch
@@ -29,6 +28,9 @@ from ltm.data.transforms import ImageSpec
 
 TRIES = 10
 """How often a crop of random area and shape is drawn anew where it is larger than the image."""
+
+_MANY, _TOGETHER = 4000, 256
+"""From so many images on, worker processes decode them, so many at a time."""
 
 
 class Pixels(NamedTuple):
@@ -134,21 +136,33 @@ def _read(dataset: Any, device: torch.device) -> Pixels:
         )
     images = torch.empty(len(dataset), *first.shape, dtype=torch.uint8)
     labels = torch.empty(len(dataset), dtype=torch.int64)
-
-    def decode(index: int) -> None:
-        image, label = dataset[index]
-        found = pil_to_tensor(image)
-        if found.shape != first.shape:
-            raise ValueError(
-                f"resident is set, but images differ in size: {dataset.name(0)} is "
-                f"{first.shape[2]}x{first.shape[1]}, {dataset.name(index)} is "
-                f"{found.shape[2]}x{found.shape[1]}"
-            )
-        images[index], labels[index] = found, label
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        deque(threads.map(decode, range(len(dataset))), maxlen=0)
+    workers = min(8, os.cpu_count() or 1) if len(dataset) >= _MANY else 0
+    batches: Any = DataLoader(
+        dataset, batch_size=_TOGETHER, num_workers=workers, collate_fn=_as_pixels
+    )
+    start = 0
+    for pixels, found in batches:
+        for offset, image in enumerate(pixels):
+            if image.shape != first.shape:
+                raise ValueError(
+                    f"resident is set, but images differ in size: {dataset.name(0)} is "
+                    f"{first.shape[2]}x{first.shape[1]}, {dataset.name(start + offset)} is "
+                    f"{image.shape[2]}x{image.shape[1]}"
+                )
+            images[start + offset] = image
+        labels[start : start + len(found)] = found
+        start += len(found)
+    if hasattr(dataset, "unreadable"):
+        dataset.unreadable.report()
     return Pixels(images.to(device), labels.to(device))
+
+
+def _as_pixels(items: list[tuple[Any, int]]) -> tuple[Tensor | list[Tensor], Tensor]:
+    """Images as 8-bit tensors, in one piece where they have one size; and their labels."""
+    pixels = [pil_to_tensor(image) for image, _ in items]
+    alike = all(image.shape == pixels[0].shape for image in pixels)
+    labels = torch.tensor([label for _, label in items])
+    return torch.stack(pixels) if alike else pixels, labels
 
 
 def _triangle(x: Tensor) -> Tensor:

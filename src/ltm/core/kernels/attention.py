@@ -95,7 +95,7 @@ def importance(
     """Attention received from the first token, from the output of a `qkv` projection."""
     b, t, width = qkv.shape
     d = width // (3 * num_heads)
-    found = torch.empty(b, num_heads, t, device=qkv.device)
+    found = torch.empty(b, num_heads, t, device=qkv.device, dtype=torch.float32)
     size_, stride = sizes_of(size, found)
     _importance_kernel[b, num_heads](
         qkv.contiguous(), size_, found, t, num_heads, d, stride, scale, power,

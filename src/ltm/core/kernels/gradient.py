@@ -10,10 +10,11 @@ an image in the classes, psi what each class costs it.
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ltm.core.precision import full_precision
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def unit_gradient(
 ) -> Tensor:
     """The gradient of the bound with respect to the mean patch over its length, `b c`."""
     (b, c), y = pooled.shape, centroids.shape[0]
-    logits = torch.empty(b, y, device=pooled.device)
+    logits = pooled.new_empty(b, y)
     phi = centroids.new_empty(b, y)
     _logits_kernel[triton.cdiv(b, 16), triton.cdiv(y, 64)](
         pooled, centroids.contiguous(), offsets, logits, b, y, c, 2 * beta, zero,
@@ -79,6 +80,7 @@ def unit_gradient(
     )  # fmt: skip
     everyone = triton.next_power_of_2(y)
     _share_kernel[(b,)](logits, phi, y, CLASSES=everyone, num_warps=4)
-    psi = phi @ costs
-    _weight_kernel[(b,)](logits, psi, phi, y, 2 * beta, CLASSES=everyone, num_warps=4)
-    return phi @ centroids
+    with full_precision(pooled):
+        psi = phi @ costs
+        _weight_kernel[(b,)](logits, psi, phi, y, 2 * beta, CLASSES=everyone, num_warps=4)
+        return phi @ centroids

@@ -226,8 +226,8 @@ def assign(
     rows, columns = (64, 32) if few else (64, 128)
     channels, stages = (64, 3) if tokens.element_size() == 2 else (32, 2)  # what memory there is
     blocks = triton.cdiv(n, columns)
-    distance = torch.empty(b, n, n, device=device)
-    harm = torch.empty(b, n, blocks, device=device)
+    distance = torch.empty(b, n, n, device=device, dtype=torch.float32)
+    harm = torch.empty(b, n, blocks, device=device, dtype=torch.float32)
     rank = torch.empty(b, n, device=device, dtype=torch.int32)
     assignment = torch.empty(b, t, device=device, dtype=torch.int64)
     stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
@@ -265,7 +265,7 @@ def merge_groups(
     num_places = stays.shape[1]
     tokens = tokens.contiguous()
     merged = tokens.new_empty(b, num_places, c)
-    merged_size = torch.empty(b, num_places, device=tokens.device)
+    merged_size = torch.empty(b, num_places, device=tokens.device, dtype=torch.float32)
     weight_, weight_stride = sizes_of(weight.float(), merged_size)
     size_, stride = sizes_of(size, merged_size)
     num_leaving = leaves.shape[1]

@@ -142,7 +142,7 @@ def by_attention(
 ) -> Tensor:
     """Weights times the attention per patch, against an even share of it, to a power."""
     b, t = attention.shape
-    weighed = torch.empty(b, t, device=attention.device)
+    weighed = torch.empty(b, t, device=attention.device, dtype=torch.float32)
     weight_, weight_stride = sizes_of(weight.float(), weighed)
     size_, stride = sizes_of(size, weighed)
     _by_attention_kernel[(b,)](
@@ -155,7 +155,7 @@ def by_attention(
 def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     """The mean patch of every image, by size."""
     b, t, c = tokens.shape
-    pooled = torch.empty(b, c, device=tokens.device)
+    pooled = torch.empty(b, c, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, pooled)
     _pool_kernel[b, triton.cdiv(c, 32)](
         tokens, size_, pooled, t, num_prefix, c, stride,
@@ -181,8 +181,8 @@ def inform(
     tokens = tokens.contiguous()
     pooled = _pool(tokens, size, num_prefix)
     slope = unit_gradient(pooled, centroids, offsets, costs, beta, ZERO_LENGTH)
-    logits = torch.empty(b, t - num_prefix, device=tokens.device)
-    weight = torch.empty(b, t, device=tokens.device)
+    logits = torch.empty(b, t - num_prefix, device=tokens.device, dtype=torch.float32)
+    weight = torch.empty(b, t, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, weight)
     carry_, carry_stride = sizes_of(None if carry is None else carry.float(), weight)
     everyone = triton.next_power_of_2(t)
@@ -200,7 +200,7 @@ def group_means(values: Tensor, weight: Tensor, assignment: Tensor, num_places: 
     """What the patches of an image have on average in each place, `b n -> b p`, by weight."""
     (b, t), n = assignment.shape, values.shape[1]
     k = t - n
-    means = torch.empty(b, num_places - k, device=values.device)
+    means = torch.empty(b, num_places - k, device=values.device, dtype=torch.float32)
     values_, stride = sizes_of(values.float(), means)
     weight_, weight_stride = sizes_of(weight.float(), means)
     _group_kernel[b, triton.cdiv(num_places - k, 16)](

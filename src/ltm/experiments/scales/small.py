@@ -28,7 +28,7 @@ from ltm.training.detection_config import (
 EPOCHS = 12
 _RUN = RunSettings(precision="bf16", channels_last=True, keep_every=EPOCHS // 3)
 _TUNING_IMAGES = 5000
-"""An epoch of mask modules, which have few parameters, is a quarter of the training images."""
+"""An epoch of mask modules, which have few parameters, draws so many of the training images."""
 _SHAPES = "shapes:size=128,images=2000,val_images=500,classes=5"
 
 

@@ -5,25 +5,18 @@ Letters: b images, n patch tokens, p merged tokens, c channels, k candidates of 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from ltm.core import mask_gradient
 from ltm.core.merge import DenseMerge, GridMerge, Merge, StaticMerge, kronecker
-from ltm.core.support import (
-    Candidates,
-    anchors,
-    axis_candidates,
-    choose,
-    grid_candidates,
-    initial_logits,
-    resample_logits,
-    support_matrix,
-)
+from ltm.core.support import anchors, resample_logits
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
+from ltm.methods.ltm.axis import Axis
 from ltm.methods.ltm.step import LTMMerger
 
 if TYPE_CHECKING:
@@ -31,44 +24,6 @@ if TYPE_CHECKING:
 
 # Centroids of all merged tokens: 5 GB over the blocks of ViT-B at 1000 classes, hence a limit.
 TOKEN_SPACE_LIMIT = 1 << 28
-
-
-class Axis(nn.Module):
-    """The learned support of one axis: of a sequence of patches, or of one side of a grid."""
-
-    index: Tensor
-    valid: Tensor
-    anchor: Tensor
-    home: Tensor
-
-    def __init__(self, num_in: int, num_out: int, patches: tuple[int, int] | None = None) -> None:
-        super().__init__()
-        self.num_in, self.num_out, self.patches = num_in, num_out, patches
-        candidates = self._candidates(num_in, num_out)
-        self.logits = nn.Parameter(initial_logits(candidates))
-        for name in ("index", "valid", "anchor", "home"):
-            self.register_buffer(name, getattr(candidates, name), persistent=False)
-
-    def _candidates(self, num_in: int, num_out: int) -> Candidates:
-        if self.patches is None:
-            return axis_candidates(num_in, num_out)
-        return grid_candidates(self.patches, num_in, num_out)
-
-    def forward(self, num_in: int, num_out: int, noise: float) -> Float[Tensor, "n p"]:
-        candidates, logits = Candidates(self.index, self.valid, self.anchor, self.home), self.logits
-        if (num_in, num_out) != (self.num_in, self.num_out):
-            other = self._candidates(num_in, num_out)
-            candidates = Candidates(*(getattr(other, f).to(logits.device) for f in vars(other)))
-            logits = _fit_width(resample_logits(logits, num_out), candidates)
-        return support_matrix(choose(logits, noise=noise), candidates, num_in)
-
-
-def _fit_width(logits: Tensor, candidates: Candidates) -> Tensor:
-    """Another size may have another number of candidates; what is new starts as it would."""
-    width = candidates.index.shape[1]
-    if logits.shape[1] == width:
-        return logits
-    return initial_logits(candidates)
 
 
 class LearnedMerger(LTMMerger):
@@ -97,8 +52,9 @@ class LearnedMerger(LTMMerger):
         if config.scope == "batch":
             self.register_buffer("running_logits", torch.zeros(site.num_in))
         self.frozen = False
-        self.chosen: tuple[str, ...] = ()
-        """Which supports are constants, where the weights alone depend on the image."""
+        self.chosen = False
+        """Supports are constants, and the weights alone depend on the image."""
+        self.register_load_state_dict_post_hook(_choose_again)  # pyright: ignore[reportUnknownMemberType]
 
     def feature_width(self) -> int:
         per_token = self.site.width
@@ -110,29 +66,50 @@ class LearnedMerger(LTMMerger):
         return merged[:, self.site.num_prefix :].flatten(1)
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        if self.frozen and hints.num_out == self.site.num_out:
+        num_in = tokens.shape[1] - self.site.num_prefix
+        if self.frozen:
+            self._require_planned(num_in, hints)
             return Decision(merge=self._folded())
-        supports = self._supports(tokens.shape[1] - self.site.num_prefix, hints)
+        supports = self._supports(num_in, hints)
         if self.config.space == "token" and self.informative is not None:
             return self._token_space(tokens, hints, _dense(supports))
         logits, weight = self._weigh(tokens, hints)
         if self.config.mask_form == "letter" and logits is not None:
             merge = self._letter(tokens, hints, _dense(supports), logits)
         else:
-            merge = self._masked(supports, weight, hints)
+            merge = self._masked(supports, weight)
+            if self.chosen and hints.size is None and isinstance(merge, GridMerge):
+                merge = self._with_sizes(merge, hints)
         return Decision(merge=merge, carry=None if logits is None else merge.hand_on(logits))
 
     def _supports(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
-        if self._is_chosen(num_in, hints):
-            return tuple(getattr(self, f"chosen_{name}") for name in self.chosen)
-        return self._axes(num_in, hints)
-
-    def _axes(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
+        if self.chosen and self._is_planned(num_in, hints):
+            return self._chosen_supports()
         noise = self.noise if self.training else 0.0
         if hints.grid_in is None or hints.grid_out is None:
             return (self.sequence(num_in, hints.num_out, noise),)
         (h, w), (h2, w2) = hints.grid_in, hints.grid_out
         return self.rows(h, h2, noise), self.columns(w, w2, noise)
+
+    def _is_planned(self, num_in: int, hints: Hints) -> bool:
+        """Whether these are the tokens that the site was made for."""
+        site = self.site
+        if site.grid_in is not None:
+            return (hints.grid_in, hints.grid_out) == (site.grid_in, site.grid_out)
+        return (num_in, hints.num_out) == (site.num_in, site.num_out)
+
+    def _require_planned(self, num_in: int, hints: Hints) -> None:
+        if self._is_planned(num_in, hints):
+            return
+        site = self.site
+        made, found = (
+            f"{grid[0]} x {grid[1]}" if grid is not None else str(number)
+            for grid, number in ((site.grid_in, site.num_in), (hints.grid_in, num_in))
+        )
+        raise ValueError(
+            f"the mask of block {site.block} is frozen for {made} tokens, and {found} came in; "
+            "convert for images of this size before freeze_."
+        )
 
     def _weigh(
         self, tokens: Float[Tensor, "b t c"], hints: Hints
@@ -170,19 +147,11 @@ class LearnedMerger(LTMMerger):
                 self.running_logits.lerp_(logits[0].float(), 0.1)
         return logits
 
-    def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None, hints: Hints) -> Merge:
+    def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None) -> Merge:
         """Softmax over the support: `A (m e^s) / A^T (m e^s)`."""
         k = self.site.num_prefix
         if len(supports) == 2:
-            rows, columns = supports
-            known = self._is_chosen(rows.shape[0] * columns.shape[0], hints)
-            return GridMerge(
-                rows=rows,
-                columns=columns,
-                weight=weight,
-                size_out=self.chosen_size_out if known else None,
-                num_prefix=k,
-            )
+            return GridMerge(rows=supports[0], columns=supports[1], weight=weight, num_prefix=k)
         return DenseMerge.from_support(supports[0], weight, num_prefix=k)
 
     def _letter(self, tokens: Tensor, hints: Hints, support: Tensor, logits: Tensor) -> Merge:
@@ -219,7 +188,7 @@ class LearnedMerger(LTMMerger):
         """Keep a decision that is the same for every image as constants."""
         merge = decision.merge
         if self.informative is not None and self.informative.active and self._per_image():
-            self._keep_supports_(merge, hints)
+            self.choose_()
             return
         size = next(self.parameters()).new_ones(1, merge.num_in + merge.num_prefix)
         size = size if hints.size is None else hints.size[:1]
@@ -235,21 +204,32 @@ class LearnedMerger(LTMMerger):
                 setattr(self, name, None)
         self.frozen = True
 
-    def _keep_supports_(self, merge: Merge, hints: Hints) -> None:
-        """Weights differ from image to image, but who may join does not any more."""
-        if self.chosen:
-            return
-        self.chosen = ("sequence",) if hints.grid_in is None else ("rows", "columns")
-        supports = self._axes(merge.num_in, hints)
-        for name, support in zip(self.chosen, supports, strict=True):
-            self.register_buffer(f"chosen_{name}", support.detach().clone())
-        if isinstance(merge, GridMerge):
-            size = supports[0].new_ones(1, merge.num_in) if hints.size is None else hints.size[:1]
-            self.register_buffer("chosen_size_out", merge.sizes(size).detach().clone())
+    def choose_(self) -> None:
+        """Keep the supports as constants: who may join does not depend on the image any more."""
+        self.chosen = True
+        site = self.site
+        if site.grid_in is not None and site.grid_out is not None:
+            supports = {
+                "rows": self.rows(site.grid_in[0], site.grid_out[0], 0.0),
+                "columns": self.columns(site.grid_in[1], site.grid_out[1], 0.0),
+            }
+            merge = GridMerge(**supports)
+            ones = supports["rows"].new_ones(1, site.num_in, dtype=torch.float32)
+            supports["size_out"] = merge.sizes(ones)
+        else:
+            supports = {"sequence": self.sequence(site.num_in, site.num_out, 0.0)}
+        for name, value in supports.items():
+            # They follow from the logits, which are saved.
+            self.register_buffer(f"chosen_{name}", value.detach().clone(), persistent=False)
 
-    def _is_chosen(self, num_in: int, hints: Hints) -> bool:
-        planned = (self.site.num_in, self.site.num_out)
-        return bool(self.chosen) and (num_in, hints.num_out) == planned
+    def _chosen_supports(self) -> tuple[Tensor, ...]:
+        names = ("sequence",) if self.site.grid_in is None else ("rows", "columns")
+        return tuple(getattr(self, f"chosen_{name}") for name in names)
+
+    def _with_sizes(self, merge: GridMerge, hints: Hints) -> GridMerge:
+        """The merge with the sizes that it leaves, where they are known beforehand."""
+        planned = self._is_planned(merge.num_in, hints)
+        return dataclasses.replace(merge, size_out=self.chosen_size_out) if planned else merge
 
     def _per_image(self) -> bool:
         return self.config.scope == "sample" or self.config.space == "token"
@@ -281,6 +261,12 @@ class LearnedMerger(LTMMerger):
                 fitted = resample_logits(theirs.logits, mine.num_out)
                 if fitted.shape == mine.logits.shape:
                     mine.logits.data.copy_(fitted)
+
+
+def _choose_again(merger: LearnedMerger, _keys: object) -> None:
+    """Supports follow the logits that were loaded."""
+    if merger.chosen:
+        merger.choose_()
 
 
 def _fold_grid(merge: GridMerge) -> dict[str, Tensor]:
