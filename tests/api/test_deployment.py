@@ -4,9 +4,11 @@ import copy
 import json
 
 import pytest
+import timm
 import torch
 
 import ltm
+from ltm.api.deployment import remember_arguments
 from ltm.methods import methods
 from toys import TOYS, pictures, size_of, toy
 
@@ -127,3 +129,34 @@ def test_supports_follow_the_logits_that_are_loaded(tmp_path):
     ltm.freeze_(model)
     ltm.save(model, tmp_path)
     torch.testing.assert_close(ltm.load(tmp_path, toy("efficientvit"))(images), model(images))
+
+
+def test_what_a_model_was_made_with_is_saved(tmp_path):
+    arguments = {"img_size": 64, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments, num_classes=5).eval()
+    remember_arguments(model, {**arguments, "num_classes": 5, "pretrained": False})
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    folder = ltm.save(model, tmp_path / "run" / "model")
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        for place in (folder, tmp_path / "run"):
+            assert torch.equal(ltm.load(place)(images), model(images))
+    assert (folder / "model.safetensors").stat().st_mode & 0o044
+
+
+@torch.no_grad()
+def test_a_frozen_mask_refuses_smaller_images_even_where_it_would_not_merge():
+    model = timm.create_model("efficientvit_b0", num_classes=5).eval()
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, weights="uniform"), 224)
+    ltm.freeze_(model)
+    with pytest.raises(ValueError, match="is frozen for 14 x 14 tokens, and 4 x 4 came in"):
+        model(torch.randn(1, 3, 64, 64))
+
+
+def test_networks_of_any_size_refuse_set_input_size_and_stay_as_they_are():
+    model, images = prepared("mobilevit", STATIC)
+    with torch.no_grad():
+        before = model(images)
+        with pytest.raises(ValueError, match="set_input_size: this network takes any size"):
+            model.set_input_size((64, 64))
+        assert torch.equal(model(images), before)

@@ -54,6 +54,11 @@ class Resizable(nn.Module):
 
     def set_input_size(self, *args: Any, **options: Any) -> None:
         """Timm's own, on the model as it was; the conversion is planned anew."""
+        if not hasattr(super(), "set_input_size"):
+            raise ValueError(
+                "set_input_size: this network takes any size and timm gives it none; convert it "
+                "anew for another, merge_tokens_(model, config, image_size)."
+            )
         conversion = getattr(self, ATTRIBUTE, None)
         if not isinstance(conversion, Conversion):
             raise ValueError("set_input_size: convert after resizing, not inside another module.")

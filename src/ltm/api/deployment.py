@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     }
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)  # written for its owner alone otherwise
     (folder / CONFIG).write_text(json.dumps(config, indent=2, default=str) + "\n")
     return folder
 
@@ -82,6 +84,8 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     ones, give a `model` made with the same. Nothing is unpickled.
     """
     folder = Path(folder)
+    if not (folder / CONFIG).is_file() and (folder / "model" / CONFIG).is_file():
+        folder = folder / "model"  # of a training run
     config = _read_config(folder)
     merging = dict(config["token_merging"])
     known = {name: merging.pop(name) for name in _CONVERSION_ENTRIES}
@@ -117,6 +121,17 @@ _CONVERSION_ENTRIES = (
 )
 
 
+def remember_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
+    """Note on a timm model what it was made with, which timm forgets and `save` needs."""
+    kept = {name: value for name, value in arguments.items() if name not in _NOT_ITS_SHAPE}
+    setattr(model, _MADE_WITH, kept)
+    return model
+
+
+_MADE_WITH = "made_with"
+_NOT_ITS_SHAPE = ("pretrained", "num_classes", "drop_path_rate")
+
+
 def _host_arguments(model: nn.Module) -> dict[str, Any]:
     """What timm needs to make the host again."""
     host: Any = model
@@ -127,6 +142,8 @@ def _host_arguments(model: nn.Module) -> dict[str, Any]:
         arguments["img_size"] = list(patch_embed.img_size)
     if isinstance(getattr(host, "global_pool", None), str) and known:
         arguments["global_pool"] = host.global_pool
+    made_with: dict[str, Any] = getattr(host, _MADE_WITH, {})
+    arguments |= {n: v for n, v in made_with.items() if isinstance(v, _PLAIN)}
     return {
         "architecture": known.get("architecture") or type(model).__name__,
         "num_classes": arguments["num_classes"],

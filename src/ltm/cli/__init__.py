@@ -5,6 +5,7 @@ A command is one file, `ltm/cli/<name>.py`, with a typed function `<name>`, and 
 """
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -57,6 +58,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if hasattr(module, "prepare"):  # defaults that follow from a recipe or a file
             command = module.prepare(options)
         tyro.cli(command, prog=f"ltm {name}", description=_description(command), args=options)
+    except BrokenPipeError:  # who read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except BAD_INPUT as error:
         print(f"ltm {name}: {error}", file=sys.stderr)
         return 2

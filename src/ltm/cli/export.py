@@ -48,7 +48,7 @@ def export(
     come with their accuracy and speed against the float file.
 
     Example:
-        ltm export --run runs/small/model --data imagenet/val --int8 accurate --output runs/export
+        ltm export --run runs/small --data imagenet/val --int8 accurate --output runs/export
 
     Args:
         run: a saved network, as ltm.save and the other commands write it.

@@ -93,9 +93,12 @@ def _create(
 ) -> nn.Module:
     import timm
 
+    from ltm.api.deployment import remember_arguments
+
     _check_name(name)
     try:
-        return timm.create_model(name, pretrained=pretrained, **(arguments or {}))
+        model = timm.create_model(name, pretrained=pretrained, **(arguments or {}))
+        return remember_arguments(model, arguments or {})
     except TypeError as error:
         raise ValueError(f"model {name} does not take these arguments: {error}") from error
     except (OSError, RuntimeError) as error:

@@ -52,7 +52,7 @@ def predict(
     does not grow with their number. What cannot be read gets a line that says why.
 
     Example:
-        ltm predict photos/ cat.jpg --run runs/small/model > predictions.jsonl
+        ltm predict photos/ cat.jpg --run runs/small > predictions.jsonl
         find /data -name '*.jpg' | ltm predict - --onnx runs/export/model.onnx --format csv
 
     Args:

@@ -105,6 +105,9 @@ class Merger(nn.Module, ABC):
         super().__init__()
         self.site = site
 
+    def require_planned(self, num_in: int, grid_in: Grid | None) -> None:
+        """Refuse tokens that the merger cannot take, also where it would not merge them."""
+
     @abstractmethod
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         """Decide which of the tokens become one."""

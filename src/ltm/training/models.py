@@ -11,6 +11,7 @@ from timm.models import load_state_dict
 from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
+from ltm.api.deployment import remember_arguments
 from ltm.data.transforms import image_spec
 from ltm.methods import MethodConfig, config_from_dict
 from ltm.training.config import MergeSettings, ModelSettings, Settings
@@ -103,7 +104,7 @@ def make_timm_model(settings: Settings, num_classes: int) -> nn.Module:
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     try:
-        return timm.create_model(name, **arguments)
+        return remember_arguments(timm.create_model(name, **arguments), arguments)
     except TypeError:
         raise
     except Exception as error:  # networks and hubs fail in ways of their own
@@ -185,6 +186,13 @@ def _continue_from(
             f"{folder} holds a model with {done.config.name}, not with {settings.merge.method}; "
             f"use method={done.config.name}, or start from the original weights"
         )
+    for name in named_values("method_options", settings.merge.method_options):
+        has, wanted = (getattr(config, name) for config in (done.config, method))
+        if has != wanted:
+            raise ValueError(
+                f"{folder} holds a model with {name}={has}, not {wanted}; start from the original "
+                "weights, or leave the option out"
+            )
     if done.frozen:
         raise ValueError(f"{folder} holds a frozen model, which cannot train; use an unfrozen one")
     if settings.merge.ratio is not None and settings.merge.ratio != done.config.ratio:

@@ -205,6 +205,11 @@ def _describe(console: Console, settings: Settings, model: nn.Module) -> None:
     )
     if is_merging(model):
         console.print(str(report(model)))
+        if settings.merge.warm_epochs >= settings.optim.epochs:
+            console.print(
+                f"warm_epochs is {settings.merge.warm_epochs}, so none of {settings.optim.epochs} "
+                "epochs merges and scores are those of the network without merging"
+            )
 
 
 def _resume_(

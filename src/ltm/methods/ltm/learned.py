@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ltm.core import mask_gradient
 from ltm.core.merge import DenseMerge, GridMerge, Merge, StaticMerge, kronecker
+from ltm.core.schedule import Grid
 from ltm.core.support import anchors, resample_logits
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 from ltm.methods.ltm.axis import Axis
@@ -66,11 +67,9 @@ class LearnedMerger(LTMMerger):
         return merged[:, self.site.num_prefix :].flatten(1)
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        num_in = tokens.shape[1] - self.site.num_prefix
         if self.frozen:
-            self._require_planned(num_in, hints)
             return Decision(merge=self._folded())
-        supports = self._supports(num_in, hints)
+        supports = self._supports(tokens.shape[1] - self.site.num_prefix, hints)
         if self.config.space == "token" and self.informative is not None:
             return self._token_space(tokens, hints, _dense(supports))
         logits, weight = self._weigh(tokens, hints)
@@ -98,13 +97,14 @@ class LearnedMerger(LTMMerger):
             return (hints.grid_in, hints.grid_out) == (site.grid_in, site.grid_out)
         return (num_in, hints.num_out) == (site.num_in, site.num_out)
 
-    def _require_planned(self, num_in: int, hints: Hints) -> None:
-        if self._is_planned(num_in, hints):
-            return
+    def require_planned(self, num_in: int, grid_in: Grid | None) -> None:
         site = self.site
+        planned = num_in == site.num_in if site.grid_in is None else grid_in == site.grid_in
+        if not self.frozen or planned:
+            return
         made, found = (
-            f"{grid[0]} x {grid[1]}" if grid is not None else str(number)
-            for grid, number in ((site.grid_in, site.num_in), (hints.grid_in, num_in))
+            str(number) if grid is None else f"{grid[0]} x {grid[1]}"
+            for grid, number in ((site.grid_in, site.num_in), (grid_in, num_in))
         )
         raise ValueError(
             f"the mask of block {site.block} is frozen for {made} tokens, and {found} came in; "
