@@ -28,7 +28,7 @@ from ltm.adapters.base import (
 from ltm.adapters.conversion import Resizable
 from ltm.adapters.state import Tokens, TokenState
 from ltm.adapters.taps import tap_, untap_
-from ltm.core import fused
+from ltm.core import fused, operators
 from ltm.core.merge import restore_through
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
@@ -80,7 +80,7 @@ def attend(
         return host(x, attn_mask=mask, is_causal=is_causal)
     if not (_is_plain(host) and fused.takes_attention(x, host.head_dim, *host.qkv.parameters())):
         return host(x, attn_mask=attention_bias(size, x.dtype, power))
-    attended = fused.attention(host.qkv(x), size, host.num_heads, host.scale, power)
+    attended = operators.attention(host.qkv(x), size, host.num_heads, host.scale, power)
     return host.proj_drop(host.proj(attended))
 
 
@@ -105,7 +105,7 @@ def attention_hints(
     host = cast("Attention", attn)
     plain = needs == {"importance"} and num_prefix and _is_plain(host)
     if plain and fused.takes_importance(qkv, host.head_dim):
-        return {"importance": fused.importance(qkv, size, host.num_heads, host.scale, power)}
+        return {"importance": operators.importance(qkv, size, host.num_heads, host.scale, power)}
     query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
     if hasattr(host, "k_norm"):
         query, key = host.q_norm(query), host.k_norm(key)

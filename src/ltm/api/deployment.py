@@ -70,11 +70,16 @@ def save(model: nn.Module, folder: str | Path) -> Path:
             "macs_after": done.macs_after,
         },
     }
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # written for its owner alone otherwise
+    write_weights(model, folder)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, default=str) + "\n")
     return folder
+
+
+def write_weights(model: nn.Module, folder: Path) -> None:
+    """Write what a model has learned, for everybody to read: safetensors lets its owner alone."""
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)
 
 
 def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -121,15 +126,15 @@ _CONVERSION_ENTRIES = (
 )
 
 
+_MADE_WITH = "made_with"
+_NOT_ITS_SHAPE = ("pretrained", "num_classes", "drop_path_rate")
+
+
 def remember_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
     """Note on a timm model what it was made with, which timm forgets and `save` needs."""
     kept = {name: value for name, value in arguments.items() if name not in _NOT_ITS_SHAPE}
     setattr(model, _MADE_WITH, kept)
     return model
-
-
-_MADE_WITH = "made_with"
-_NOT_ITS_SHAPE = ("pretrained", "num_classes", "drop_path_rate")
 
 
 def _host_arguments(model: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ltm.core import fused
+from ltm.core import fused, operators
 from ltm.core.merge import Merge
 
 _TINY = 1e-12
@@ -66,7 +66,7 @@ class MatchedMerge(Merge):
 
     def hand_on(self, values: Float[Tensor, "b n"]) -> Float[Tensor, "b p"]:
         if self.order is not None and fused.takes(values, self.weight):
-            return fused.group_means(values, self.weight, self.assignment, self.num_places)
+            return operators.group_means(values, self.weight, self.assignment, self.num_places)
         return super().hand_on(values)
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
@@ -90,7 +90,7 @@ class MatchedMerge(Merge):
     def _fused(
         self, x: Tensor, size: Tensor | None, order: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        return fused.merge_groups(x, self.weight, size, self.assignment, *order, self.keep_norm)
+        return operators.merge_groups(x, self.weight, size, self.assignment, *order, self.keep_norm)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return y.gather(1, self.assignment[..., None].expand(-1, -1, y.shape[-1]))

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core import fused
+from ltm.core import fused, operators
 
 _TINY = 1e-6
 
@@ -170,7 +170,7 @@ class GridMerge(Merge):
         if self.weight is None and not self.normalised:
             rows, columns = _column_normalise(rows), _column_normalise(columns)
         if fused.takes_grid(x, rows, columns, self.weight):
-            merged = fused.merge_grid(patches, self.weight, rows, columns)
+            merged = operators.merge_grid(patches, self.weight, rows, columns)
         elif self.weight is None:
             merged = _separable(patches, rows, columns)
         else:
@@ -252,7 +252,7 @@ class StaticMerge(Merge):
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         matrix = self.matrix.to(x.dtype)
-        return fused.mix(matrix, x) if fused.takes_mix(x, matrix) else matrix @ x
+        return operators.mix(matrix, x) if fused.takes_mix(x, matrix) else matrix @ x
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return self.back.to(y.dtype) @ y

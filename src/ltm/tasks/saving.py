@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import timm
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from ltm.api import conversion_of, merge_tokens_, mergers
+from ltm.api.deployment import CONFIG, WEIGHTS, write_weights
 from ltm.methods import config_from_dict
 from ltm.tasks.detection import STRIDES, SSDLite, SSDLiteConfig
 from ltm.tasks.pyramid import Pyramid, merging_network
 from ltm.tasks.segmentation import MaskRCNN, MaskRCNNConfig
-
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
 
 DetectorConfig = SSDLiteConfig | MaskRCNNConfig
 Detector = SSDLite | MaskRCNN
@@ -61,8 +59,7 @@ def save_detector(
             for number, name in zip(category_ids, class_names, strict=True)
         ],
     }
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_weights(model, folder)
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     return folder
 

@@ -25,7 +25,7 @@ from ltm.training.detection_config import (
 )
 from ltm.training.detection_log import DetectionLog
 from ltm.training.logs import write_json
-from ltm.training.processes import first_alone, make_fabric, synchronised
+from ltm.training.processes import first_alone, make_fabric, placed
 from ltm.training.run import differences
 from ltm.training.state import restore_, save_state
 
@@ -70,9 +70,7 @@ def train_detector(
     config = detector_config(settings, splits.train.num_classes)
     model = config.build()
     _describe(console, model, splits)
-    model = cast("Detector", synchronised(fabric.to_device(model), fabric, settings.run))
-    if settings.run.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    model = cast("Detector", placed(model, fabric, settings.run))
     trainer = DetectionTrainer(fabric, settings, model, splits, console)
     with first_alone(fabric) as first:
         if first:

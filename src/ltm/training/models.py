@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-from safetensors.torch import save_file
 from timm.models import load_state_dict
 from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
-from ltm.api.deployment import remember_arguments
+from ltm.api.deployment import CONFIG, WEIGHTS, remember_arguments, write_weights
 from ltm.data.transforms import image_spec
 from ltm.methods import MethodConfig, config_from_dict
 from ltm.training.config import MergeSettings, ModelSettings, Settings
 from ltm.training.values import choices, named_values
-
-WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
 
 
 class Built(NamedTuple):
@@ -222,8 +218,7 @@ def _host_of(folder: Path, settings: Settings) -> nn.Module | None:
 def save_plain(model: nn.Module, folder: Path) -> None:
     """Write an unconverted model the way timm does, so that it can be loaded as `weights`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_weights(model, folder)
     known = getattr(model, "pretrained_cfg", None) or {}
     config = {
         "architecture": known.get("architecture", type(model).__name__),

@@ -71,10 +71,16 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def synchronised(model: nn.Module, fabric: Fabric, settings: RunSettings) -> nn.Module:
-    """Let batch normalisation see all processes' batches, where torch can (CUDA)."""
+def placed(model: nn.Module, fabric: Fabric, settings: RunSettings) -> nn.Module:
+    """The model on its device, in the layout asked for.
+
+    Batch normalisation sees all processes' batches, where torch can (CUDA).
+    """
+    model = fabric.to_device(model)
     if settings.sync_batchnorm and fabric.world_size > 1 and fabric.device.type == "cuda":
-        return convert_sync_batchnorm(model)
+        model = convert_sync_batchnorm(model)
+    if settings.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     return model
 
 

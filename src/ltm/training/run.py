@@ -33,7 +33,7 @@ from ltm.training.models import (
     method_config,
     save_plain,
 )
-from ltm.training.processes import Fabric, first_alone, make_fabric, synchronised
+from ltm.training.processes import Fabric, first_alone, make_fabric, placed
 from ltm.training.state import restore_, save_state
 from ltm.training.statistics import FirstBatches
 from ltm.training.tuning import choose_trainable_
@@ -94,9 +94,7 @@ def train(
     choose_trainable_(model, settings.tune, built.new_head)
     if settings.run.grad_checkpointing:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
-    model = synchronised(fabric.to_device(model), fabric, settings.run)
-    if settings.run.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    model = placed(model, fabric, settings.run)
     _describe(console, settings, model)
     if built.new_head:
         console.print(f"the head is new, for {splits.train.num_classes} classes, and trains")

@@ -46,12 +46,19 @@ def _logits_kernel(
 
 
 @triton.jit
-def _share_kernel(logits, phi, y, CLASSES: tl.constexpr):
+def _membership(logits, image, y, CLASSES: tl.constexpr):
     """The membership of an image in all classes."""
-    image, classes = tl.program_id(0), tl.arange(0, CLASSES)
+    classes = tl.arange(0, CLASSES)
     near = tl.load(logits + image * y + classes, mask=classes < y, other=float("-inf"))
     share = tl.exp(near - tl.max(near, axis=0))
-    share = share / tl.sum(share, axis=0)
+    return share / tl.sum(share, axis=0)
+
+
+@triton.jit
+def _share_kernel(logits, phi, y, CLASSES: tl.constexpr):
+    """The membership of an image, in the precision of the products."""
+    image, classes = tl.program_id(0), tl.arange(0, CLASSES)
+    share = _membership(logits, image, y, CLASSES)
     tl.store(phi + image * y + classes, share.to(phi.dtype.element_ty), mask=classes < y)
 
 
@@ -59,10 +66,8 @@ def _share_kernel(logits, phi, y, CLASSES: tl.constexpr):
 def _weight_kernel(logits, psi, weight, y, sharpness, CLASSES: tl.constexpr):
     """How much each class pulls on an image: `sharpness phi (psi - sum(phi psi))`."""
     image, classes = tl.program_id(0), tl.arange(0, CLASSES)
-    near = tl.load(logits + image * y + classes, mask=classes < y, other=float("-inf"))
     cost = tl.load(psi + image * y + classes, mask=classes < y, other=0.0).to(tl.float32)
-    share = tl.exp(near - tl.max(near, axis=0))
-    share = share / tl.sum(share, axis=0)
+    share = _membership(logits, image, y, CLASSES)
     pull = sharpness * share * (cost - tl.sum(share * cost, axis=0))
     tl.store(weight + image * y + classes, pull.to(weight.dtype.element_ty), mask=classes < y)
 

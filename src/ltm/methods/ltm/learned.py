@@ -82,7 +82,7 @@ class LearnedMerger(LTMMerger):
         return Decision(merge=merge, carry=None if logits is None else merge.hand_on(logits))
 
     def _supports(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
-        if self.chosen and self._is_planned(num_in, hints):
+        if self.chosen and self._is_planned(num_in, hints.grid_in):
             return self._chosen_supports()
         noise = self.noise if self.training else 0.0
         if hints.grid_in is None or hints.grid_out is None:
@@ -90,18 +90,15 @@ class LearnedMerger(LTMMerger):
         (h, w), (h2, w2) = hints.grid_in, hints.grid_out
         return self.rows(h, h2, noise), self.columns(w, w2, noise)
 
-    def _is_planned(self, num_in: int, hints: Hints) -> bool:
-        """Whether these are the tokens that the site was made for."""
+    def _is_planned(self, num_in: int, grid_in: Grid | None) -> bool:
+        """Whether these are the tokens that the site was made for; what is left follows."""
         site = self.site
-        if site.grid_in is not None:
-            return (hints.grid_in, hints.grid_out) == (site.grid_in, site.grid_out)
-        return (num_in, hints.num_out) == (site.num_in, site.num_out)
+        return num_in == site.num_in if site.grid_in is None else grid_in == site.grid_in
 
     def require_planned(self, num_in: int, grid_in: Grid | None) -> None:
-        site = self.site
-        planned = num_in == site.num_in if site.grid_in is None else grid_in == site.grid_in
-        if not self.frozen or planned:
+        if not self.frozen or self._is_planned(num_in, grid_in):
             return
+        site = self.site
         made, found = (
             str(number) if grid is None else f"{grid[0]} x {grid[1]}"
             for grid, number in ((site.grid_in, site.num_in), (grid_in, num_in))
@@ -228,7 +225,7 @@ class LearnedMerger(LTMMerger):
 
     def _with_sizes(self, merge: GridMerge, hints: Hints) -> GridMerge:
         """The merge with the sizes that it leaves, where they are known beforehand."""
-        planned = self._is_planned(merge.num_in, hints)
+        planned = self._is_planned(merge.num_in, hints.grid_in)
         return dataclasses.replace(merge, size_out=self.chosen_size_out) if planned else merge
 
     def _per_image(self) -> bool:

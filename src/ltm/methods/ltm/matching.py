@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core import fused
+from ltm.core import fused, operators
 from ltm.core.groups import MatchedMerge
 from ltm.core.matching import Match, merge_in_order
 from ltm.methods.base import Decision, Hints, Site, token_size
@@ -78,7 +78,7 @@ class MatchingMerger(LTMMerger):
             return weight
         k = self.site.num_prefix
         if fused.takes(received, weight):
-            return fused.by_attention(weight, hints.size, received, power, _LEAST_SHARE, k)
+            return operators.by_attention(weight, hints.size, received, power, _LEAST_SHARE, k)
         each = received.float() if hints.size is None else received / hints.size.clamp_min(1)
         share = each * each.shape[1]
         # What is no number counts least as well: who goes where has to be known in any case.
@@ -104,7 +104,7 @@ class MatchingMerger(LTMMerger):
         k = self.site.num_prefix
         num_leaving = tokens.shape[1] - k - hints.num_out
         size, attention = (x if x is None else x.detach() for x in (hints.size, hints.importance))
-        assignment, stays, leaves = fused.assign(
+        assignment, stays, leaves = operators.assign(
             tokens.detach(), size, attention, num_leaving, k, self.protection
         )
         return MatchedMerge(

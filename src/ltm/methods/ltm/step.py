@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ltm.core import clustering, fused, mask_gradient
+from ltm.core import clustering, fused, mask_gradient, operators
 from ltm.core.statistics import ClassStatistics
 from ltm.methods.base import Hints, Merger, Site, token_size
 
@@ -113,7 +113,7 @@ class InformativeStep(nn.Module):
     ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b t"]]:
         """`forward` by kernels, with the weights that follow from it."""
         known, config = (self.centroids, self.offsets, self.costs), self.config
-        return fused.inform(
+        return operators.inform(
             tokens, size, carry, self.gain, *known, config.beta, config.eta, num_prefix
         )
 

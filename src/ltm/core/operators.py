@@ -1,0 +1,259 @@
+"""What Triton kernels do, as operators of torch.
+
+As such they can be captured by CUDA graphs, compiled with the network around them, and counted.
+`fused` says where they may run.
+
+Letters: b images, t tokens with their prefix, p tokens that stay, r tokens that leave, c channels,
+h heads, d channels of a head.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# ruff: noqa: PLR0917 - operators take their arguments in order
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+
+def _kernels() -> Any:
+    """Imported when first used: they need Triton."""
+    return import_module("ltm.core.kernels")
+
+
+@torch.library.custom_op(
+    "ltm::assign",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? size, Tensor? attention, int num_leaving, int num_prefix, "
+    "float protection) -> (Tensor, Tensor, Tensor)",
+)
+def assign(
+    tokens: Tensor,
+    size: Tensor | None,
+    attention: Tensor | None,
+    num_leaving: int,
+    num_prefix: int,
+    protection: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The place of each token after the merge, `b t`; who stays, `b p`; who leaves, `b r`."""
+    with torch.cuda.device_of(tokens):
+        return _kernels().assign(tokens, size, attention, num_leaving, num_prefix, protection)
+
+
+@assign.register_fake
+def _(
+    tokens: Tensor, _size: Any, _attention: Any, num_leaving: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, t = tokens.shape[:2]
+    return (
+        tokens.new_empty(b, t, dtype=torch.int64),
+        tokens.new_empty(b, t - num_leaving, dtype=torch.int32),
+        tokens.new_empty(b, num_leaving, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op(
+    "ltm::merge_groups",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor weight, Tensor? size, Tensor assignment, Tensor stays, "
+    "Tensor leaves, bool keep_norm) -> (Tensor, Tensor)",
+)
+def merge_groups(
+    tokens: Tensor,
+    weight: Tensor,
+    size: Tensor | None,
+    assignment: Tensor,
+    stays: Tensor,
+    leaves: Tensor,
+    keep_norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """Weighted means of groups, `b p c`, and the sums of their sizes, `b p`."""
+    with torch.cuda.device_of(tokens):
+        return _kernels().merge_groups(tokens, weight, size, assignment, stays, leaves, keep_norm)
+
+
+@merge_groups.register_fake
+def _(
+    tokens: Tensor, _weight: Any, _size: Any, _assignment: Any, stays: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    merged = tokens.new_empty(*stays.shape, tokens.shape[2])
+    return merged, tokens.new_empty(stays.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "ltm::mix", mutates_args=(), schema="(Tensor matrix, Tensor tokens) -> Tensor"
+)
+def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
+    """The same product for every image, `p t` times `b t c`."""
+    with torch.cuda.device_of(tokens):
+        return _kernels().mix(matrix, tokens)
+
+
+@mix.register_fake
+def _(matrix: Tensor, tokens: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], matrix.shape[0], tokens.shape[2])
+
+
+@torch.library.custom_op(
+    "ltm::merge_grid",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? weight, Tensor rows, Tensor columns) -> Tensor",
+)
+def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+    """Means by weight over rows and columns of a grid, or its plain product with both."""
+    with torch.cuda.device_of(tokens):
+        return _kernels().merge_grid(tokens, weight, rows, columns)
+
+
+@merge_grid.register_fake
+def _(tokens: Tensor, _weight: Any, rows: Tensor, columns: Tensor) -> Tensor:
+    b, _, c = tokens.shape
+    return tokens.new_empty(b, rows.shape[1] * columns.shape[1], c)
+
+
+@torch.library.custom_op(
+    "ltm::importance",
+    mutates_args=(),
+    schema="(Tensor qkv, Tensor? size, int num_heads, float scale, float power) -> Tensor",
+)
+def importance(
+    qkv: Tensor, size: Tensor | None, num_heads: int, scale: float, power: float
+) -> Tensor:
+    """Attention received from the first token, a mean over heads, `b t (3 h d) -> b t`."""
+    with torch.cuda.device_of(qkv):
+        return _kernels().importance(qkv, size, num_heads, scale, power)
+
+
+@importance.register_fake
+def _(qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "ltm::attention",
+    mutates_args=(),
+    schema="(Tensor qkv, Tensor size, int num_heads, float scale, float power) -> Tensor",
+)
+def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float, power: float) -> Tensor:
+    """Attention to keys that count as often as their size says, `b t (3 h d) -> b t (h d)`."""
+    with torch.cuda.device_of(qkv):
+        return _kernels().attention(qkv, size, num_heads, scale, power)
+
+
+@attention.register_fake
+def _(qkv: Tensor, *_: Any) -> Tensor:
+    b, t, width = qkv.shape
+    return qkv.new_empty(b, t, width // 3)
+
+
+@torch.library.custom_op(
+    "ltm::by_attention",
+    mutates_args=(),
+    schema="(Tensor weight, Tensor? size, Tensor attention, float power, float least, "
+    "int num_prefix) -> Tensor",
+)
+def by_attention(
+    weight: Tensor,
+    size: Tensor | None,
+    attention: Tensor,
+    power: float,
+    least: float,
+    num_prefix: int,
+) -> Tensor:
+    """Weights times the attention per patch, against an even share, to a power, `b t`."""
+    with torch.cuda.device_of(attention):
+        return _kernels().by_attention(weight, size, attention, power, least, num_prefix)
+
+
+@by_attention.register_fake
+def _(_weight: Any, _size: Any, attention: Tensor, *_: Any) -> Tensor:
+    return attention.new_empty(attention.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "ltm::inform",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? size, Tensor? carry, Tensor? gain, Tensor centroids, "
+    "Tensor offsets, Tensor costs, float beta, float eta, int num_prefix) -> (Tensor, Tensor)",
+)
+def inform(
+    tokens: Tensor,
+    size: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
+    eta: float,
+    num_prefix: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits of patches, one step down the gradient, `b n`; weights of all tokens, `b t`."""
+    with torch.cuda.device_of(tokens):
+        return _kernels().inform(
+            tokens, size, carry, gain, centroids, offsets, costs, beta, eta, num_prefix
+        )
+
+
+@inform.register_fake
+def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    b, t = tokens.shape[:2]
+    logits = tokens.new_empty(b, t - arguments[-1], dtype=torch.float32)
+    return logits, tokens.new_empty(b, t, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "ltm::group_means",
+    mutates_args=(),
+    schema="(Tensor values, Tensor weight, Tensor assignment, int num_places) -> Tensor",
+)
+def group_means(values: Tensor, weight: Tensor, assignment: Tensor, num_places: int) -> Tensor:
+    """What the patches that go to a place have on average, by weight, `b n -> b p`."""
+    with torch.cuda.device_of(values):
+        return _kernels().group_means(values, weight, assignment, num_places)
+
+
+@group_means.register_fake
+def _(values: Tensor, _weight: Any, assignment: Tensor, num_places: int) -> Tensor:
+    num_prefix = assignment.shape[1] - values.shape[1]
+    shape = (assignment.shape[0], num_places - num_prefix)
+    return values.new_empty(shape, dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.ltm.assign)
+def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
+    (b, t, c), num_prefix = tokens, arguments[3]
+    return 2 * b * (t - num_prefix) ** 2 * c
+
+
+@register_flop_formula(torch.ops.ltm.mix)
+def _(matrix: list[int], tokens: list[int], **_: Any) -> int:
+    (p, t), (b, _t, c) = matrix, tokens
+    return 2 * b * p * t * c
+
+
+@register_flop_formula(torch.ops.ltm.merge_grid)
+def _(tokens: list[int], weight: Any, rows: list[int], columns: list[int], **_: Any) -> int:
+    (b, _t, c), (h, h2), (w, w2) = tokens, rows, columns
+    return 2 * b * (h * h2 * w + h2 * w * w2) * (c + (weight is not None))
+
+
+@register_flop_formula(torch.ops.ltm.importance)
+def _(qkv: list[int], *_: Any, **__: Any) -> int:
+    b, t, width = qkv
+    return 2 * b * t * (width // 3)
+
+
+@register_flop_formula(torch.ops.ltm.attention)
+def _(qkv: list[int], *_: Any, **__: Any) -> int:
+    b, t, width = qkv
+    return 4 * b * t * t * (width // 3)
+
+
+@register_flop_formula(torch.ops.ltm.inform)
+def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
+    (b, t, c), num_prefix, num_classes = tokens, arguments[-1], arguments[3][0]
+    return 4 * b * (t - num_prefix) * c + 2 * b * num_classes * (2 * c + num_classes)
