@@ -210,6 +210,9 @@ def untrained(
     print(f"{name}, untrained: top-1 {100 * found.top1:.2f}, MACs {share:.3f}", flush=True)
 
 
+Part = tuple[str, Callable[[], None]]
+
+
 class Preloaded:
     """Batches that lie on the device already, as many as a loader gives."""
 
@@ -297,6 +300,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--loader-batch", type=int, default=256)
     parser.add_argument("--loader-epochs", type=int, default=3)
+    parser.add_argument(
+        "--parts", nargs="+", choices=["loader", "training"], default=["loader", "training"]
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="start no part after so many")
     return parser.parse_args()
 
@@ -320,19 +326,20 @@ def main() -> None:
     }
     print(json.dumps(about), flush=True)
     report = Report(options.output, about)
-    parts: list[tuple[str, Callable[[], None]]] = [
-        ("loader", lambda: loading(report, options)),
-        ("base", lambda: base(report, options)),
-    ]
-    parts += [
+    loader: list[Part] = [("loader", lambda: loading(report, options))]
+    training: list[Part] = [("base", lambda: base(report, options))]
+    training += [
         (f"{name}, untrained", partial(untrained, report, options, name, METHODS[name]))
         for name in options.methods
     ]
-    parts += [
+    training += [
         (f"{name}, {epochs} epochs", partial(tuned, report, options, name, METHODS[name], epochs))
         for epochs in options.epochs
         for name in options.methods
     ]
+    parts = (loader if "loader" in options.parts else []) + (
+        training if "training" in options.parts else []
+    )
     start = time.perf_counter()
     for name, run in parts:
         if time.perf_counter() - start > 60 * options.minutes:

@@ -95,16 +95,16 @@ def compare(
     return found
 
 
-def attend(num_tokens, shared):
-    """Attention and importance against torch's own: the largest difference of each."""
+def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
+    """Attention and importance against torch's own, in float32: the largest difference of each."""
     torch.manual_seed(0)
-    heads, width, batch = 2, 24, 2
+    heads, width = 2, 24
     qkv = torch.randn(batch, num_tokens, 3 * heads * width, device=DEVICE)
     size = torch.randint(0, 6, (1 if shared else batch, num_tokens), device=DEVICE).float()
     query, key, value = qkv.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
     bias = attention_bias(size, qkv.dtype, 0.9)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-    found = kernels.attention(qkv, size, heads, width**-0.5, 0.9)
+    found = kernels.attention(qkv.to(dtype), size, heads, width**-0.5, 0.9)
     scores = query[:, :, :1] @ key.mT * width**-0.5 + bias
     received = scores.softmax(dim=-1).mean(dim=1)[:, 0]
     return [
@@ -209,6 +209,10 @@ def main():
     results = {
         "kernels": {name: compare(**case) for name, case in CASES.items()},
         "attention": {str(t): attend(t, shared) for t, shared in ((17, False), (197, True))},
+        "attention in half": {
+            f"{t} of {batch}": attend(t, dtype=torch.float16, batch=batch)
+            for t, batch in ((17, 2), (74, 18), (140, 18), (172, 2), (200, 18), (300, 2))
+        },
         "inform": {
             **{str(y): inform(y, 18, torch.float32) for y in (3, 70, 150)},
             "autocast": inform(70, 18, torch.float32, autocast=True),

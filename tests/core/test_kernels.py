@@ -45,6 +45,8 @@ def test_attention_and_importance_agree(found):
     for num_tokens, (attention, importance) in found["attention"].items():
         assert attention < 1e-5, num_tokens
         assert importance < 1e-5, num_tokens
+    for case, (attention, _) in found["attention in half"].items():
+        assert attention < 5e-3, case
 
 
 def test_informative_steps_agree(found):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ltm.data.sampling import TrainingSampler
+from ltm.data.slots import Slots
 from ltm.data.transforms import ImageSpec
 
 T = TypeVar("T")
@@ -56,6 +57,19 @@ class Ahead:
             self._order.set_epoch(chosen)
 
 
+class Filled:
+    """Batches that workers write into slots of shared memory."""
+
+    def __init__(self, batches: DataLoader[Any] | Ahead, slots: Slots) -> None:
+        self._batches, self._slots = batches, slots
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._slots.read(self._batches)
+
+
 class Lookahead(Generic[T]):
     """Batches, of which the next can be fetched while the device works on the one at hand."""
 
@@ -85,7 +99,7 @@ class Normalised:
 
     def __init__(
         self,
-        batches: DataLoader[Any] | Ahead,
+        batches: DataLoader[Any] | Ahead | Filled,
         spec: ImageSpec,
         device: torch.device,
         dtype: torch.dtype,

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ltm.data.batches import Ahead, Moved, Normalised
+from ltm.data.batches import Ahead, Filled, Moved, Normalised
 from ltm.data.classification import LabelledImages
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.images import UnreadableImages, UnreadableImagesError
 from ltm.data.resident import Resident
 from ltm.data.sampling import Draw, EvaluationSampler, TrainingSampler, random_numbers_of
 from ltm.data.shards import TarShards
+from ltm.data.slots import OrderSampler, SlotFiller, Slots
 from ltm.data.streaming import ShardStream
 from ltm.data.transforms import ImageSpec, evaluation_transform, training_transform
 
 _UNCHANGED = ImageSpec(mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
-_PREFETCHED_BATCHES = 4  # per worker
+_PREFETCHED_BATCHES = 2  # per worker
 
+T = TypeVar("T")
 Collate = Callable[[Sequence[Any]], Any]
 
 
@@ -115,6 +117,7 @@ def build_loader(
     """
     device = torch.device(device)
     place = {"seed": seed, "rank": rank, "world_size": world_size}
+    items: Any = dataset
     if isinstance(dataset, TarShards):
         if repeats > 1 or epoch_images:
             raise ValueError(
@@ -135,32 +138,56 @@ def build_loader(
             epoch_images=epoch_images,
             **place,
         )
+        _require_batch(len(order) // batch_size, len(order), batch_size)
+        if workers and spec is not None and collate is None:
+            slots = Slots(workers * _PREFETCHED_BATCHES, batch_size, spec.size, device)
+            batches = _filled(slots, dataset, order, workers)
+            ahead = Ahead(batches, order)
+            ready = Normalised(Filled(ahead, slots), spec, device, dtype)
+            return Loader(ready, dataset, order, ahead)
         items = _SeededItems(dataset)
     else:
         order = EvaluationSampler(dataset, rank=rank, world_size=world_size)  # pyright: ignore[reportArgumentType]
-        items = dataset
     batches = DataLoader(
         items,
         batch_size=batch_size,
         sampler=None if isinstance(order, ShardStream) else order,
-        num_workers=workers,
         drop_last=training,
         collate_fn=collate or (_collate if spec is None else _collate_bytes),
         pin_memory=device.type == "cuda" and torch.cuda.is_available(),
-        persistent_workers=workers > 0,
-        prefetch_factor=_PREFETCHED_BATCHES if workers else None,
-        # Its own, so that starting an epoch leaves the global generator alone.
-        generator=torch.Generator().manual_seed(seed),
+        **_workers(workers, seed),
     )
-    ahead = None
-    if workers and isinstance(order, TrainingSampler):
-        ahead = Ahead(batches, order)
+    ahead = Ahead(batches, order) if workers and isinstance(order, TrainingSampler) else None
     source = ahead or batches
     if training:
         _require_batch(len(batches), len(order), batch_size)
     if collate is not None:
         return Loader(Moved(source, device), dataset, order, ahead)
     return Loader(Normalised(source, spec or _UNCHANGED, device, dtype), dataset, order, ahead)
+
+
+def _filled(slots: Slots, dataset: Any, order: TrainingSampler, workers: int) -> DataLoader[Any]:
+    """Batches of images of one size, which workers write where the device reads them."""
+    return DataLoader(
+        SlotFiller(dataset, slots),
+        batch_sampler=cast("Any", OrderSampler(order, slots.batch_size, len(slots))),
+        collate_fn=_as_it_is,
+        **_workers(workers, order.seed),
+    )
+
+
+def _workers(number: int, seed: int) -> dict[str, Any]:
+    return {
+        "num_workers": number,
+        "persistent_workers": number > 0,
+        "prefetch_factor": _PREFETCHED_BATCHES if number else None,
+        # Its own, so that starting an epoch leaves the global generator alone.
+        "generator": torch.Generator().manual_seed(seed),
+    }
+
+
+def _as_it_is(batch: T) -> T:
+    return batch
 
 
 def training_loader(

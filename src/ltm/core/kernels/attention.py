@@ -16,6 +16,8 @@ from ltm.core.kernels.launch import FEW_IMAGES, sizes_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_SIZE = tl.constexpr(1e-10)
+MOST_AT_ONCE, WIDEST_AT_ONCE = 256, 64
+"""Keys and values of half precision that a program can hold: so many tokens, so wide."""
 
 
 @triton.jit
@@ -45,6 +47,61 @@ def _importance_kernel(
 
 
 @triton.jit
+def _keys_of(
+    start, sizes, first, t, row, across, d, power, KEYS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Some keys and values of a head, and what the keys' sizes add to scores in powers of two."""
+    keys, width = first + tl.arange(0, KEYS), tl.arange(0, WIDTH)
+    there = keys < t
+    place = start + keys[:, None] * row + width[None]
+    valid = there[:, None] & (width < d)[None]
+    key = tl.load(place + across, mask=valid, other=0.0)
+    value = tl.load(place + 2 * across, mask=valid, other=0.0)
+    found = tl.load(sizes + keys, mask=there, other=1.0).to(tl.float32)
+    bias = power * tl.log2(tl.maximum(found, SMALLEST_SIZE))
+    return key, value, tl.where(there, bias, float("-inf"))
+
+
+@triton.jit
+def _short_attention_kernel(
+    qkv, size, out, t, heads, d, size_stride, scale, power, REPEATS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MORE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Attention of some blocks of queries of a head; all keys, in one tile or two, are at hand."""
+    blocks = tl.cdiv(t, ROWS * REPEATS)
+    which = tl.program_id(0) // blocks
+    image, head = which // heads, which % heads
+    across, width = heads * d, tl.arange(0, WIDTH)
+    row, known = 3 * across, width < d
+    start = qkv + image.to(tl.int64) * t * row + head * d
+    sizes = size + image * size_stride
+    key, value, bias = _keys_of(start, sizes, 0, t, row, across, d, power, KEYS, WIDTH)
+    if MORE > 0:
+        key2, value2, bias2 = _keys_of(start, sizes, KEYS, t, row, across, d, power, MORE, WIDTH)
+    for repeat in range(REPEATS):
+        rows = (tl.program_id(0) % blocks * REPEATS + repeat) * ROWS + tl.arange(0, ROWS)
+        asking = (rows < t)[:, None] & known[None]
+        query = tl.load(start + rows[:, None] * row + width[None], mask=asking, other=0.0)
+        scores = tl.dot(query, tl.trans(key)) * (scale * LOG2_E) + bias[None]
+        largest = tl.max(scores, axis=1)
+        if MORE > 0:
+            scores2 = tl.dot(query, tl.trans(key2)) * (scale * LOG2_E) + bias2[None]
+            largest = tl.maximum(largest, tl.max(scores2, axis=1))
+        scores = tl.exp2(scores - largest[:, None])
+        total = tl.sum(scores, axis=1)
+        answer = tl.dot(scores.to(value.dtype), value)
+        if MORE > 0:
+            scores2 = tl.exp2(scores2 - largest[:, None])
+            total += tl.sum(scores2, axis=1)
+            answer = tl.dot(scores2.to(value.dtype), value2, answer)
+        answer = answer / total[:, None]
+        tl.store(
+            out + (image.to(tl.int64) * t + rows[:, None]) * across + head * d + width[None],
+            answer.to(out.dtype.element_ty), mask=asking,
+        )  # fmt: skip
+
+
+@triton.jit
 def _attention_kernel(
     qkv, size, out, t, heads, d, size_stride, scale, power,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -58,6 +115,7 @@ def _attention_kernel(
     known, asking = width < d, rows < t
     row = 3 * heads * d
     start = qkv + image.to(tl.int64) * t * row + head * d
+    sizes = size + image * size_stride
     query = tl.load(
         start + rows[:, None] * row + width[None], mask=asking[:, None] & known[None], other=0.0
     )
@@ -65,16 +123,11 @@ def _attention_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     answer = tl.zeros((ROWS, WIDTH), tl.float32)
     for first in range(0, t, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        there = columns < t
-        place = start + columns[:, None] * row + width[None]
-        valid = there[:, None] & known[None]
-        key = tl.load(place + heads * d, mask=valid, other=0.0)
-        value = tl.load(place + 2 * heads * d, mask=valid, other=0.0)
-        found = tl.load(size + image * size_stride + columns, mask=there, other=1.0)
-        bias = power * tl.log2(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
+        key, value, bias = _keys_of(
+            start, sizes, first, t, row, heads * d, d, power, COLUMNS, WIDTH
+        )
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
-        scores = tl.where(there[None], scores + bias[None], float("-inf"))
+        scores += bias[None]
         now = tl.maximum(largest, tl.max(scores, axis=1))
         scores = tl.exp2(scores - now[:, None])
         before = tl.exp2(largest - now)
@@ -113,10 +166,26 @@ def attention(
     d = width // (3 * num_heads)
     out = qkv.new_empty(b, t, num_heads * d)
     size_, stride = sizes_of(size, size)
-    rows, columns, stages = (32, 64, 2) if b < FEW_IMAGES else (64, 32, 3)
+    arguments = (qkv.contiguous(), size_, out, t, num_heads, d, stride, scale, power)
+    channels, few = max(16, triton.next_power_of_2(d)), b < FEW_IMAGES
+    if qkv.element_size() == 2 and t <= MOST_AT_ONCE and channels <= WIDEST_AT_ONCE:
+        keys, more = _tiles(t)
+        repeats = 1 if few else triton.cdiv(t, 64)
+        _short_attention_kernel[(triton.cdiv(t, 64 * repeats) * b * num_heads,)](
+            *arguments, REPEATS=repeats, ROWS=64, KEYS=keys, MORE=more, WIDTH=channels,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return out
+    rows, columns, stages = (32, 64, 2) if few else (64, 32, 3)
     _attention_kernel[(triton.cdiv(t, rows) * b * num_heads,)](
-        qkv.contiguous(), size_, out, t, num_heads, d, stride, scale, power,
-        ROWS=rows, COLUMNS=columns, WIDTH=max(16, triton.next_power_of_2(d)),
-        num_warps=4, num_stages=stages,
-    )  # fmt: skip
+        *arguments, ROWS=rows, COLUMNS=columns, WIDTH=channels, num_warps=4, num_stages=stages
+    )
     return out
+
+
+def _tiles(t: int) -> tuple[int, int]:
+    """One power of two for all keys, or two of them where that wastes less."""
+    whole = max(16, triton.next_power_of_2(t))
+    if whole <= 128 or t > 192:
+        return whole, 0
+    return 128, max(16, triton.next_power_of_2(t - 128))
