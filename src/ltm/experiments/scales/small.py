@@ -25,7 +25,7 @@ from ltm.training.detection_config import (
     detection_from_mapping,
 )
 
-EPOCHS = 12
+EPOCHS = 8
 _RUN = RunSettings(precision="bf16", channels_last=True, keep_every=EPOCHS // 3)
 _TUNING_IMAGES = 5000
 """An epoch of mask modules, which have few parameters, draws so many of the training images."""
@@ -55,7 +55,7 @@ def small_scale(sources: Sources) -> Scale:
         finetune_epochs=(1, 5, 10),
         scratch=(mobilevit, efficientvit, swin, vit_scratch),
         pruning="EfficientViT-B1",
-        pruning_steps=300,
+        pruning_steps=150,
         sweep=vit,
         sweep_scratch=vit_scratch,
         ratios=tuple(round(0.95 - 0.05 * step, 2) for step in range(12)),
@@ -78,7 +78,7 @@ def small_scale(sources: Sources) -> Scale:
         table_batch=128,
         race_mode="cudagraph",
         race_dtype="fp16",
-        race_rounds=15,
+        race_rounds=9,
         detectors=(
             Backbone(label="MobileNetv3", stands_for="MobileNetv3", name="mobilenetv3_large_100"),
             Backbone(label="MobileNetv2", stands_for="MobileNetv2", name="mobilenetv2_100"),
@@ -143,10 +143,11 @@ def _grid(
     label: str, stands_for: str, name: str, source: str, size: int, *, lr: float = 2e-3
 ) -> Network:
     model, data = ModelSettings(name=name), _data(source, size)
+    options = ("support=matching",) if name.startswith("swin") else ()
     return Network(
         label=label,
         stands_for=stands_for,
-        scratch=_scratch(model, data, (), lr=lr),
+        scratch=_scratch(model, data, options, lr=lr),
         tune=_tune(model, data),
         peer_ratio=None if name.startswith("swin") else 0.8,
     )
@@ -158,7 +159,7 @@ def _vit_scratch(source: str) -> Network:
     return Network(
         label="ViT-Ti/8",
         stands_for="ViT-B",
-        scratch=_scratch(model, data, ("support=learned",)),
+        scratch=_scratch(model, data, ()),
         tune=_tune(model, data),
     )
 
@@ -173,7 +174,7 @@ def _vit(source: str, weights: str | None) -> Network:
         model=model,
         data=data,
         augment=AugmentConfig.light(),
-        optim=OptimSettings(epochs=6, lr=2e-4, weight_decay=0.05, lr_warmup_epochs=1.0, clip=1.0),
+        optim=OptimSettings(epochs=4, lr=2e-4, weight_decay=0.05, lr_warmup_epochs=1.0, clip=1.0),
         run=_RUN,
     )
     return Network(
