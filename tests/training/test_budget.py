@@ -57,6 +57,21 @@ def swin() -> nn.Module:
     return model.eval()
 
 
+def mobilevit() -> nn.Module:
+    model = timm.create_model("mobilevit_xxs", num_classes=3)
+    ltm.merge_tokens_(model, ltm.LTMP(ratio=0.9), 128)
+    return model.eval()
+
+
+def test_a_map_of_few_tokens_costs_all_of_it_where_nothing_leaves() -> None:
+    """Its last stage has four tokens, which cannot fall often enough to tell their cost."""
+    model = mobilevit()
+    whole = [float(m.site.grid[0] * m.site.grid[1]) for m in thresholds(model)]
+    assert float(mac_share(model)(torch.tensor(whole))) == pytest.approx(1.02, abs=0.02)
+    reached = set_thresholds_(model, torch.randn(8, 3, 128, 128), 0.9, tolerance=0.02)
+    assert reached == pytest.approx(0.9, abs=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [vit, swin])
 def test_the_share_is_that_of_the_plan(build: object) -> None:

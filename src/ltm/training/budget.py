@@ -64,8 +64,15 @@ def mac_share(model: nn.Module) -> MacShare:
     )
 
 
+_FEW = 8
+"""So few tokens that finding who leaves costs next to nothing."""
+
+
 def _samples(runs: Sequence[tuple[int, list[int]]]) -> Iterator[dict[int, int]]:
-    """Counts that fall at every site, so that all do their work, and never by half."""
+    """Counts that fall at every site, so that all do their work, and never by half.
+
+    Few tokens cannot fall often enough to tell what they cost: there sites that keep all count too.
+    """
     gentle = {b: max(1, n - 1 - i) for n, blocks in runs for i, b in enumerate(blocks)}
     yield gentle
     for (num_in, blocks), share in itertools.product(runs, (0.8, 0.6)):
@@ -73,6 +80,11 @@ def _samples(runs: Sequence[tuple[int, list[int]]]) -> Iterator[dict[int, int]]:
             later = blocks[first:]
             start = max(len(later), min(round(share * num_in), gentle[later[0]]))
             yield gentle | {b: max(1, start - i) for i, b in enumerate(later)}
+    for num_in, blocks in runs:
+        for first, left in itertools.product(range(len(blocks)), range(1, num_in + 1)):
+            if num_in <= _FEW:
+                before = dict.fromkeys(blocks[:first], num_in)
+                yield gentle | before | dict.fromkeys(blocks[first:], left)
 
 
 def thresholds(model: nn.Module) -> list[LTMPMerger]:

@@ -25,7 +25,7 @@ from ltm.training.detection_config import (
     detection_from_mapping,
 )
 
-EPOCHS = 8
+EPOCHS = 10
 _RUN = RunSettings(precision="bf16", channels_last=True, keep_every=EPOCHS // 3)
 _TUNING_IMAGES = 5000
 """An epoch of mask modules, which have few parameters, draws so many of the training images."""
@@ -123,24 +123,22 @@ def _tune(model: ModelSettings, data: TrainingData) -> Settings:
 
 
 def _scratch(
-    model: ModelSettings, data: TrainingData, options: tuple[str, ...], *, lr: float = 2e-3
+    model: ModelSettings, data: TrainingData, options: tuple[str, ...], *, lr: float = 1e-3
 ) -> Settings:
     return Settings(
         model=model,
         merge=MergeSettings(ratio=0.7, warm_epochs=2, method_options=options),
-        data=data,
-        augment=AugmentConfig(
-            scale=(0.35, 1.0), auto_augment=None, color_jitter=0.0, erase=0.0, mixup=0.2, cutmix=0.5
-        ),
+        data=replace(data, batch_size=128),  # more steps: there are few images
+        augment=AugmentConfig.light(),
         optim=OptimSettings(
-            epochs=EPOCHS, lr=lr, weight_decay=0.05, lr_warmup_epochs=2.0, clip=1.0
+            epochs=EPOCHS, lr=lr, weight_decay=0.05, lr_warmup_epochs=1.0, clip=1.0
         ),
         run=_RUN,
     )
 
 
 def _grid(
-    label: str, stands_for: str, name: str, source: str, size: int, *, lr: float = 2e-3
+    label: str, stands_for: str, name: str, source: str, size: int, *, lr: float = 1e-3
 ) -> Network:
     model, data = ModelSettings(name=name), _data(source, size)
     options = ("support=matching",) if name.startswith("swin") else ()
