@@ -34,6 +34,7 @@ def table(
     output: Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     devices: int = 1,
+    processes: int = 1,
     workers: int = 0,
     minutes: float | None = None,
     draw_only: bool = False,
@@ -50,6 +51,7 @@ def table(
         ltm table list
         ltm table all --scale smoke --output runs/smoke
         ltm table finetune --scale small --data tiny-imagenet.zip --weights vit_tiny.safetensors
+        ltm table all --scale small --data tiny-imagenet.zip --processes 7
         ltm table scratch --scale paper --data /data/imagenet --devices 4 --workers 8
         ltm table beside --scale small --output results/paper --readme results/README.md
 
@@ -65,6 +67,7 @@ def table(
         output: folder of rows and tables; by default runs/tables-SCALE.
         device: where networks run.
         devices: processes that train together, one per GPU.
+        processes: rows that run side by side on one device; what is timed runs alone, afterwards.
         workers: loader processes.
         minutes: begin no further row after so many minutes; the same command goes on later.
         draw_only: write tables from the rows that are there, and run nothing.
@@ -77,8 +80,7 @@ def table(
             print(f"{experiment.name:<14}{experiment.item:<16}{experiment.title}")
         return
     experiments = find_experiments("all" if name == "beside" else name)
-    if devices < 1:
-        raise ValueError(f"devices is {devices}, but must be at least 1")
+    _check_numbers(devices, processes, minutes)
     from ltm.experiments.scales import check, make_scale, remembered
     from ltm.experiments.scales.base import Sources
     from ltm.experiments.store import Store
@@ -89,8 +91,6 @@ def table(
     sources = Sources(data=data, coco=coco, weights=weights, transfer=transfer)
     sources = remembered(store, scale, sources, runs=not (draw_only or name == "beside"))
     chosen = _with_seeds(make_scale(scale, sources), seeds)
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes is {minutes}, but must be positive")
     declared = [(experiment, experiment.declare(chosen)) for experiment in experiments]
     if name == "beside":
         _write_beside(declared, store, scale, readme)
@@ -101,9 +101,22 @@ def table(
         deadline = math.inf if minutes is None else time.time() + 60 * minutes
         place = _place(store, device, devices=devices, workers=workers, deadline=deadline)
         from ltm.experiments.runner import run_jobs
+        from ltm.experiments.side_by_side import run_side_by_side
 
-        summary = run_jobs([job for _, made in declared for job in made.jobs()], place)
+        jobs = [job for _, made in declared for job in made.jobs()]
+        one = processes == 1
+        summary = run_jobs(jobs, place) if one else run_side_by_side(jobs, place, processes)
     _write(declared, store, scale, summary)
+
+
+def _check_numbers(devices: int, processes: int, minutes: float | None) -> None:
+    for option, number in {"devices": devices, "processes": processes}.items():
+        if number < 1:
+            raise ValueError(f"{option} is {number}, but must be at least 1")
+    if devices > 1 and processes > 1:
+        raise ValueError("devices and processes: give one of them; a row takes all devices")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes is {minutes}, but must be positive")
 
 
 def _with_seeds(scale: Scale, number: int | None) -> Scale:

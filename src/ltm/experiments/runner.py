@@ -16,7 +16,7 @@ from typing import Any
 from filelock import Timeout
 
 from ltm.evaluation.environment import describe
-from ltm.experiments.jobs import Job, identity, in_order, resolved
+from ltm.experiments.jobs import Job, Race, identity, in_order, resolved
 from ltm.experiments.place import Place, perform
 
 WAIT_SECONDS = 0.5
@@ -38,20 +38,22 @@ class Summary:
     """Rows that were not begun, for want of time."""
 
 
-def run_jobs(jobs: Iterable[Job], place: Place) -> Summary:
-    """Run all jobs that are not done, and the networks that they need.
+def run_jobs(jobs: Iterable[Job], place: Place, *, began: float | None = None) -> Summary:
+    """Run all jobs that are not done, and the networks that they need; races come last.
 
     Rows that another process is at, and those that wait for them, are left and looked at again.
+    What has failed since this call `began`, now unless given, is not tried again.
     """
-    return _Call(place).run(in_order(list(jobs)))
+    ordered = sorted(in_order(list(jobs)), key=lambda job: isinstance(job, Race))
+    return _Call(place, time.time() if began is None else began).run(ordered)
 
 
 class _Call:
     """One call: what it began, and what came of it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, began: float) -> None:
         self.place, self.store = place, place.store
-        self.began = time.time()
+        self.began = began
         self.summary = Summary()
         self.done: set[str] = set()
         self.progress: dict[str, str] = {}
@@ -60,8 +62,13 @@ class _Call:
         names = list(map(identity, ordered))
         self.progress = {name: f"{i} of {len(names)}" for i, name in enumerate(names, 1)}
         try:
-            while (wanted := self._wanted(ordered)) and not self.summary.left:
-                self._pass(wanted)
+            while wanted := self._wanted(ordered):
+                if time.time() >= self.place.deadline:
+                    self.summary.left = len(wanted)
+                    break
+                # Then all over again: a row further up may have got its networks meanwhile.
+                if not any(self._try(job) for job in wanted):
+                    time.sleep(WAIT_SECONDS)
         except KeyboardInterrupt:
             self.summary.interrupted = True
         self.summary.already = [
@@ -70,17 +77,6 @@ class _Call:
             if identity(job) not in self.summary.ran and self.store.values(job) is not None
         ]
         return self.summary
-
-    def _pass(self, wanted: list[Job]) -> None:
-        """Run what can be run now; what other processes are at, or have to do first, is left."""
-        num_busy = 0
-        for number, job in enumerate(wanted):
-            if time.time() >= self.place.deadline:
-                self.summary.left = num_busy + len(wanted) - number
-                return
-            num_busy += not self._try(job)
-        if num_busy == len(wanted):
-            time.sleep(WAIT_SECONDS)
 
     def _wanted(self, ordered: list[Job]) -> list[Job]:
         """Jobs that are not done, and done ones whose lost network one of them needs."""
