@@ -1,10 +1,11 @@
 """Fine-tune a learned support on a frozen network, and compare with the same support untrained.
 
-    python benchmarks/training_supports.py --weights vit_tiny_patch16_224.safetensors \
-        --data imagenet-val.zip --output results/training_supports
+    python benchmarks/training_supports.py --weights vit_tiny_tiny_imagenet.safetensors \
+        --data tiny-imagenet.zip --output results/training_supports
 
-ViT-Ti keeps its ImageNet weights; LTM with a learned support takes it to a share of its MACs, and
-only the mask modules train, on half of the images. The other half is what accuracies are of.
+A trained ViT-Ti keeps its weights; LTM with a learned support takes it to a share of its MACs, and
+only the mask modules train. Accuracies are of held-out images: half of them all, where the data
+have no images for validation.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ltm.data.classification import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
-from ltm.evaluation.accuracy import evaluate, paired_interval
+from ltm.evaluation.accuracy import Outputs, evaluate, paired_interval
 from ltm.training.config import Settings, from_mapping
 from ltm.training.models import build
 from ltm.training.run import train
@@ -41,6 +42,7 @@ def settings_of(options: argparse.Namespace, ratio: float) -> Settings:
                 "source": str(options.data),
                 "holdout_ratio": 0.5,
                 "batch_size": options.batch_size,
+                "epoch_images": options.epoch_images,
                 "workers": options.workers,
             },
             "augment": {"scale": [0.6, 1.0], "color_jitter": 0.0, "auto_augment": None,
@@ -52,11 +54,11 @@ def settings_of(options: argparse.Namespace, ratio: float) -> Settings:
     )  # fmt: skip
 
 
-def correct(model: nn.Module, settings: Settings) -> Tensor:
-    """Which held-out images a network gets right."""
+def answers(model: nn.Module, settings: Settings) -> Outputs:
+    """What a network says about the held-out images."""
     images = open_splits(settings.data).val
     batches = evaluation_loader(images, image_spec(settings.data, model), settings.data)
-    return evaluate({"it": model.eval()}, batches)["it"].correct
+    return evaluate({"it": model.eval()}, batches)["it"]
 
 
 def run_once(options: argparse.Namespace, ratio: float) -> dict[str, Any]:
@@ -64,22 +66,23 @@ def run_once(options: argparse.Namespace, ratio: float) -> dict[str, Any]:
     settings, start = settings_of(options, ratio), time.perf_counter()
     plain = replace(settings, merge=replace(settings.merge, method="none", method_options=()))
     num_classes = open_splits(settings.data).train.num_classes
-    whole = correct(build(plain, num_classes).model, settings)
-    untrained = correct(build(settings, num_classes).model, settings)
-    print(f"untrained {100 * untrained.double().mean():.2f}", flush=True)
+    whole = answers(build(plain, num_classes).model, settings)
+    untrained = answers(build(settings, num_classes).model, settings)
     with tempfile.TemporaryDirectory() as folder:
         run = train(settings, folder)
         assert run.model is not None
-        tuned = correct(run.model, settings)
-    gain = paired_interval(tuned, untrained)
+        tuned = answers(run.model, settings)
+    gain = paired_interval(tuned.correct, untrained.correct)
+    less = untrained.loss.double() - tuned.loss.double()
+    spread = 1.96 * float(less.std()) / len(less) ** 0.5
     return {
         "ratio": ratio,
         "mac_share": run.history[-1]["mac_share"],
-        "num_images": len(whole),
-        "whole": float(whole.double().mean()),
-        "untrained": float(untrained.double().mean()),
-        "tuned": float(tuned.double().mean()),
+        "num_images": len(less),
+        "top1": [float(x.correct.double().mean()) for x in (whole, untrained, tuned)],
+        "loss": [float(x.loss.double().mean()) for x in (whole, untrained, tuned)],
         "gain": [gain.difference, gain.low, gain.high],
+        "less_loss": [float(less.mean()), float(less.mean()) - spread, float(less.mean()) + spread],
         "history": [[row["train_loss"], row["val_top1"]] for row in run.history],
         "seconds": time.perf_counter() - start,
     }
@@ -88,13 +91,17 @@ def run_once(options: argparse.Namespace, ratio: float) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """One row a ratio."""
     lines = [
-        "| share of MACs | as it is | LTM, untrained | LTM, fine-tuned | gain (95%) |",
-        "|---|---|---|---|---|",
+        "| share of MACs | | as it is | LTM, untrained | LTM, fine-tuned | better by (95%) |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        tops = " | ".join(f"{100 * row[kind]:.2f}" for kind in ("whole", "untrained", "tuned"))
-        gain = "{:+.2f} ({:+.2f} to {:+.2f})".format(*(100 * part for part in row["gain"]))
-        lines.append(f"| {row['mac_share']:.3f} | {tops} | {gain} |")
+        share, between = f"{row['mac_share']:.3f}", "{:+.2f} ({:+.2f} to {:+.2f})"
+        tops = " | ".join(f"{100 * value:.2f}" for value in row["top1"])
+        gain = between.format(*(100 * part for part in row["gain"]))
+        lines.append(f"| {share} | top-1 | {tops} | {gain} |")
+        losses = " | ".join(f"{value:.3f}" for value in row["loss"])
+        less = between.replace(".2f", ".3f").format(*row["less_loss"])
+        lines.append(f"| {share} | loss | {losses} | {less} |")
     return "\n".join(lines)
 
 
@@ -104,17 +111,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--weights", type=Path, required=True, help="ViT-Ti/16 in timm's keys")
-    parser.add_argument("--data", type=Path, required=True, help="ImageNet validation images")
+    parser.add_argument("--data", type=Path, required=True, help="images with labels")
     parser.add_argument("--output", type=Path, default=Path("results/training_supports"))
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.7])
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--epoch-images", type=int, default=5000)
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
     for ratio in options.ratios:
         rows.append(run_once(options, ratio))
         about = {
@@ -122,7 +131,7 @@ def main() -> None:
                 name: value.name if isinstance(value, Path) else value
                 for name, value in vars(options).items()
             },
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "torch": torch.__version__,
             "timm": timm.__version__,
             "python": platform.python_version(),
@@ -132,8 +141,8 @@ def main() -> None:
         (options.output / "training_supports.json").write_text(text, encoding="utf-8")
         heading = (
             "# A learned support on a frozen ViT-Ti, untrained and fine-tuned\n\n"
-            f"ImageNet weights; {options.epochs} epochs of the mask modules alone on half of the "
-            f"images, top-1 (%) on the other {rows[0]['num_images']}.\n\n"
+            f"{options.weights.stem}, {options.data.stem}; {options.epochs} epochs of the mask "
+            f"modules alone; top-1 (%) and loss on {rows[0]['num_images']:,} held-out images.\n\n"
         )
         page = heading + table(rows) + "\n"
         (options.output / "training_supports.md").write_text(page, encoding="utf-8")

@@ -55,6 +55,11 @@ def test_labels_outlive_their_slot():
             ValueError,
             r"an image of \(3, 8, 8\) is not the \(3, 24, 24\)",
         ),
+        (
+            lambda shapes: [(torch.zeros(3, 24, 24, dtype=torch.uint8), 0.5)] * 4,
+            TypeError,
+            "a label is 0.5; training needs the index of a class",
+        ),
     ],
 )
 def test_images_that_do_not_fit_are_refused(shapes, dataset, error, message):

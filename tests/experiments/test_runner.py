@@ -1,11 +1,13 @@
 """Jobs that cost nothing: what is done stays, what fails is noted, what stops goes on."""
 
 import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from ltm.experiments.jobs import Job, identity
 from ltm.experiments.place import Place, perform
@@ -18,6 +20,7 @@ from ltm.experiments.writing import to_csv, to_markdown, write_table
 CALLS: list[int] = []
 BROKEN: set[int] = set()
 STOPS: set[int] = set()
+FULL: set[int] = set()
 LOSES: dict[int, Path] = {}
 
 
@@ -41,6 +44,8 @@ def count(job: Count, place: Place) -> dict[str, Any]:
     CALLS.append(job.number)
     if job.number in STOPS:
         raise KeyboardInterrupt
+    if job.number in FULL:
+        raise torch.OutOfMemoryError("no memory")
     if job.number in BROKEN:
         raise RuntimeError(f"number {job.number} is broken")
     (place.work(job) / "model").mkdir()
@@ -49,9 +54,29 @@ def count(job: Count, place: Place) -> dict[str, Any]:
     return {"parameters": job.number * 1e6}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Leaf(Job):
+    kind: ClassVar[str] = "leaf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependent(Job):
+    kind: ClassVar[str] = "dependent"
+
+    start: Leaf
+
+    def needs(self) -> tuple[Job, ...]:
+        return (self.start,)
+
+
+@perform.register
+def leaf(_job: Leaf, _place: Place) -> dict[str, Any]:
+    return {}
+
+
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    for memory in (CALLS, BROKEN, STOPS, LOSES):
+    for memory in (CALLS, BROKEN, STOPS, FULL, LOSES):
         memory.clear()
 
 
@@ -171,3 +196,30 @@ def test_a_network_is_there_only_with_its_row(place: Place) -> None:
     runner.join(timeout=30)
     assert (done[0].ran, done[0].failed) == ([identity(needs)], {})
     assert CALLS == [2]
+
+
+def test_a_row_whose_process_was_killed_is_not_tried_again_by_the_same_call(place: Place) -> None:
+    job, began = Count(number=1), time.time()
+    (place.work(job) / "begun").write_text(str(began + 1))
+    summary = run_jobs([job, Count(number=2)], place, began=began)
+    assert "was killed" in summary.failed[identity(job)]
+    assert CALLS == [2]
+    assert run_jobs([job], place, began=began + 2).failed == {}  # but by the next one
+
+
+def test_memory_that_others_hold_is_no_failure(place: Place) -> None:
+    shared = replace(place, alone=False)
+    first, second = Count(number=1), Count(number=2, start=Count(number=1))
+    FULL.add(1)
+    summary = run_jobs([first, second], shared)
+    assert summary.failed.keys() == {identity(first), identity(second)}
+    assert place.store.failure(first) is None
+    assert place.store.failure(second) is None
+    FULL.clear()
+    assert run_jobs([first, second], place, began=0).failed == {}
+
+
+def test_a_job_that_needs_what_leaves_no_network_fails_at_once(place: Place) -> None:
+    leaf = Leaf()
+    summary = run_jobs([Dependent(start=leaf)], place)
+    assert list(summary.failed.values()) == [f"it needs {identity(leaf)}, which failed"]

@@ -21,7 +21,8 @@ from ltm.data.streaming import ShardStream
 from ltm.data.transforms import ImageSpec, evaluation_transform, training_transform
 
 _UNCHANGED = ImageSpec(mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
-_PREFETCHED_BATCHES = 2  # per worker
+_PREFETCHED_BATCHES = 4  # per worker
+_PREFETCHED_SLOTS = 2  # they hold their memory all the time
 
 T = TypeVar("T")
 Collate = Callable[[Sequence[Any]], Any]
@@ -102,8 +103,8 @@ def build_loader(
         workers: Loader processes; 0 loads in this one. The same batches come out either way.
         training: Whether to shuffle, to seed random transforms, and to drop a short last batch.
         seed: Decides, with the epoch, the order and the random transforms.
-        spec: The normalisation of 8-bit images, done on the device; None passes images on as
-            they are, in `dtype`.
+        spec: The size of 8-bit images, and their normalisation, done on the device; None passes
+            images on as they are, in `dtype`.
         device: Where batches go. For CUDA, memory is pinned and the copy overlaps computation.
         dtype: Type of the images on the device.
         rank: This process's number among `world_size`.
@@ -140,7 +141,7 @@ def build_loader(
         )
         _require_batch(len(order) // batch_size, len(order), batch_size)
         if workers and spec is not None and collate is None:
-            slots = Slots(workers * _PREFETCHED_BATCHES, batch_size, spec.size, device)
+            slots = Slots(workers * _PREFETCHED_SLOTS, batch_size, spec.size, device)
             batches = _filled(slots, dataset, order, workers)
             ahead = Ahead(batches, order)
             ready = Normalised(Filled(ahead, slots), spec, device, dtype)
@@ -159,7 +160,7 @@ def build_loader(
     )
     ahead = Ahead(batches, order) if workers and isinstance(order, TrainingSampler) else None
     source = ahead or batches
-    if training:
+    if training and isinstance(order, ShardStream):
         _require_batch(len(batches), len(order), batch_size)
     if collate is not None:
         return Loader(Moved(source, device), dataset, order, ahead)
@@ -172,15 +173,15 @@ def _filled(slots: Slots, dataset: Any, order: TrainingSampler, workers: int) ->
         SlotFiller(dataset, slots),
         batch_sampler=cast("Any", OrderSampler(order, slots.batch_size, len(slots))),
         collate_fn=_as_it_is,
-        **_workers(workers, order.seed),
+        **_workers(workers, order.seed, _PREFETCHED_SLOTS),
     )
 
 
-def _workers(number: int, seed: int) -> dict[str, Any]:
+def _workers(number: int, seed: int, prefetched: int = _PREFETCHED_BATCHES) -> dict[str, Any]:
     return {
         "num_workers": number,
         "persistent_workers": number > 0,
-        "prefetch_factor": _PREFETCHED_BATCHES if number else None,
+        "prefetch_factor": prefetched if number else None,
         # Its own, so that starting an epoch leaves the global generator alone.
         "generator": torch.Generator().manual_seed(seed),
     }

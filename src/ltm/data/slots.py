@@ -7,10 +7,13 @@ pinned once.
 
 from __future__ import annotations
 
+import operator
 import shutil
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -51,15 +54,27 @@ class Slots:
         """Let the device read the images by itself; where it cannot, copies take longer."""
         runtime: Any = torch.cuda.cudart()
         start = self.images.data_ptr()
-        if int(runtime.cudaHostRegister(start, self.images.numel(), 0)) == 0:
-            weakref.finalize(self, runtime.cudaHostUnregister, start)
+        with torch.cuda.device(self._device):
+            if int(runtime.cudaHostRegister(start, self.images.numel(), 0)) == 0:
+                weakref.finalize(self, runtime.cudaHostUnregister, start)
+                return
+            with suppress(RuntimeError):  # the next launch reports the refusal as its own error
+                torch.zeros(1, device=self._device).add_(1)
+        warnings.warn(
+            "shared memory cannot be pinned here: batches take longer to reach the GPU",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def read(self, filled: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of slots that workers have filled, as they come.
 
-        A slot is written again when some more batches have been asked for: until then whatever
-        the device had to do when the one after it was asked for has to be done.
+        Where workers are P batches ahead, batch k + P is ordered when k is handed out, into the
+        slot of k - 4 (there are P + 4). So k - 3 has to be on the device by then: its copy was
+        under way, and the device's stream waits for it, when k - 2 was asked for.
         """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # with what is left of an epoch that broke off
         asked: deque[Any] = deque()
         for slot in filled:
             yield self.images[slot], self.labels[slot].clone()
@@ -115,8 +130,15 @@ class SlotFiller(Dataset[Any]):
                 image, label = self._dataset[draw.index]
             _require_fit(image, images[place])
             images[place] = image
-            labels[place] = label
+            labels[place] = _class_index(label)
         return order.slot
+
+
+def _class_index(label: Any) -> int:
+    try:
+        return operator.index(label)
+    except TypeError:
+        raise TypeError(f"a label is {label!r}; training needs the index of a class") from None
 
 
 def _require_fit(image: Any, place: Tensor) -> None:

@@ -26,6 +26,8 @@ class Place:
     devices: int = 1
     """Processes that train together, one per device."""
     console: Console
+    alone: bool = True
+    """Whether no other rows run on the device: one that finds no memory there has failed."""
     deadline: float = math.inf
     """When no further row is begun, in seconds since 1970."""
 

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import Timeout
 
 from ltm.evaluation.environment import describe
@@ -85,9 +86,12 @@ class _Call:
             if not self._is_done(job):
                 wanted.add(identity(job))
             if identity(job) in wanted:
-                wanted |= {identity(n) for n in job.needs() if not self.place.has_network(n)}
+                wanted |= {identity(n) for n in job.needs() if self._has_lost_network(n)}
         wanted -= self.summary.failed.keys()
         return [job for job in ordered if identity(job) in wanted]
+
+    def _has_lost_network(self, need: Job) -> bool:
+        return need.leaves_network and not self.place.has_network(need)
 
     def _is_done(self, job: Job) -> bool:
         """Whether a job has a row; what is done stays so."""
@@ -105,7 +109,7 @@ class _Call:
                 if self._settled(job):
                     return True
                 if needed:
-                    self._fail(job, f"it needs {identity(needed[0])}, which failed")
+                    self._fail_without(job, needed[0])
                 else:
                     self._run(job)
         except Timeout:
@@ -120,7 +124,8 @@ class _Call:
 
     def _is_hopeless(self, need: Job) -> bool:
         """Whether there is no use in waiting for a network."""
-        return not need.leaves_network or self._has_failed(need)
+        given_up = not need.leaves_network or identity(need) in self.summary.failed
+        return given_up or self._has_failed(need)
 
     def _has_failed(self, job: Job) -> bool:
         """Whether any process has failed at it since this call began."""
@@ -136,14 +141,20 @@ class _Call:
         if self.store.is_stale(job):
             shutil.rmtree(place.work(job) / "run", ignore_errors=True)
             self.store.forget(job)
-        began = time.time()
+        began, mark = time.time(), place.work(job) / "begun"
+        if mark.exists() and float(mark.read_text()) >= self.began:
+            self._fail(job, "the process that ran it was killed; memory may be short")
+            return
+        mark.write_text(str(began))
         try:
             values = perform(job, place)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one row fails, the table goes on
             if isinstance(error, SystemExit) and error.code == STOPPED:
                 raise KeyboardInterrupt from None
-            self._fail(job, _reason(error), traceback.format_exc(limit=-4))
+            self._fail(job, error, traceback.format_exc(limit=-4))
             return
+        finally:
+            mark.unlink(missing_ok=True)
         if self.store.values(job) is None:
             self.store.finish(job, self._row(job, values, began))
         self.summary.ran.append(name)
@@ -151,11 +162,21 @@ class _Call:
     def _complete(self, need: Job) -> bool:
         return self.place.has_network(need) and self._is_done(need)
 
-    def _fail(self, job: Job, error: str, trace: str = "") -> None:
+    def _fail(self, job: Job, why: BaseException | str, trace: str = "") -> None:
+        error = why if isinstance(why, str) else _reason(why)
         self.place.console.print(f"failed {identity(job)}: {error}")
         self.summary.failed[identity(job)] = error
+        if not self.place.alone and isinstance(why, torch.OutOfMemoryError):
+            return  # for want of others' memory: it is not noted, and can run when they are done
         note = {"job": resolved(job), "error": error, "trace": trace, "time": time.time()}
         self.store.fail(job, note)
+
+    def _fail_without(self, job: Job, need: Job) -> None:
+        error = f"it needs {identity(need)}, which failed"
+        if self._has_failed(need) or not need.leaves_network:
+            self._fail(job, error)
+        else:
+            self.summary.failed[identity(job)] = error  # only here: another process may do it
 
     def _row(self, job: Job, values: dict[str, Any], began: float) -> dict[str, Any]:
         return {

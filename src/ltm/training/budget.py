@@ -30,7 +30,7 @@ class MacShare:
     """Share of the original MACs, given the tokens left after each site.
 
     A site's tokens pass its own MLP and the next attention, whose costs are linear and quadratic
-    in them: `share(x) = constant + sum_l (linear_l x_l + quadratic_l x_l^2)`, exactly.
+    in them: `share(x) = constant + sum_l (linear_l x_l + quadratic_l x_l^2)`.
     """
 
     constant: float
@@ -64,14 +64,15 @@ def mac_share(model: nn.Module) -> MacShare:
     )
 
 
-_FEW = 8
+_FEW = 16
 """So few tokens that finding who leaves costs next to nothing."""
 
 
 def _samples(runs: Sequence[tuple[int, list[int]]]) -> Iterator[dict[int, int]]:
     """Counts that fall at every site, so that all do their work, and never by half.
 
-    Few tokens cannot fall often enough to tell what they cost: there sites that keep all count too.
+    Few tokens cannot fall often enough to tell what they cost: of them any number counts, also
+    where a site keeps all and does no work.
     """
     gentle = {b: max(1, n - 1 - i) for n, blocks in runs for i, b in enumerate(blocks)}
     yield gentle

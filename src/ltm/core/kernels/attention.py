@@ -7,6 +7,8 @@ Letters: b images, t tokens, h heads, d channels of a head.
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +18,10 @@ from ltm.core.kernels.launch import FEW_IMAGES, sizes_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_SIZE = tl.constexpr(1e-10)
-MOST_AT_ONCE, WIDEST_AT_ONCE = 256, 64
-"""Keys and values of half precision that a program can hold: so many tokens, so wide."""
+MOST_AT_ONCE = 256
+"""Tokens of half precision whose keys and values a program can hold."""
+ROOM = 160 * 1024
+"""Bytes of shared memory that this takes: an A100 and what came after it have them."""
 
 
 @triton.jit
@@ -168,7 +172,7 @@ def attention(
     size_, stride = sizes_of(size, size)
     arguments = (qkv.contiguous(), size_, out, t, num_heads, d, stride, scale, power)
     channels, few = max(16, triton.next_power_of_2(d)), b < FEW_IMAGES
-    if qkv.element_size() == 2 and t <= MOST_AT_ONCE and channels <= WIDEST_AT_ONCE:
+    if qkv.element_size() == 2 and t <= MOST_AT_ONCE and _has_room(qkv.device):
         keys, more = _tiles(t)
         repeats = 1 if few else triton.cdiv(t, 64)
         _short_attention_kernel[(triton.cdiv(t, 64 * repeats) * b * num_heads,)](
@@ -181,6 +185,13 @@ def attention(
         *arguments, ROWS=rows, COLUMNS=columns, WIDTH=channels, num_warps=4, num_stages=stages
     )
     return out
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True  # Triton's interpreter
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOM
 
 
 def _tiles(t: int) -> tuple[int, int]:
