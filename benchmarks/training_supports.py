@@ -37,7 +37,7 @@ def settings_of(options: argparse.Namespace, ratio: float) -> Settings:
     return from_mapping(
         {
             "model": {"name": "vit_tiny_patch16_224", "weights": str(options.weights)},
-            "merge": {"ratio": ratio, "method_options": ["support=learned"]},
+            "merge": {"ratio": ratio, "method_options": ["support=learned", "weights=uniform"]},
             "data": {
                 "source": str(options.data),
                 "holdout_ratio": 0.5,
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="images with labels")
     parser.add_argument("--output", type=Path, default=Path("results/training_supports"))
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--epoch-images", type=int, default=5000)
     parser.add_argument("--batch-size", type=int, default=50)

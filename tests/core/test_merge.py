@@ -158,3 +158,15 @@ def test_merges_compose_and_restore_in_turn():
     torch.testing.assert_close(back, first.restore(second.restore(second(first(x)))))
     with pytest.raises(ValueError, match="merges"):
         compose_weights([])
+
+
+def test_a_token_that_goes_nowhere_leaves_gradients_as_they_are():
+    """Noise in training drops tokens; what they would add is one, not one over a tiny total."""
+    support = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    merge = DenseMerge.from_support(support)
+    assert merge.sizes(torch.ones(1, 3)).tolist() == [[1.0, 1.0]]
+    merge.sizes(torch.ones(1, 3))[0, 0].backward()
+    assert support.grad[1].tolist() == [1.0, 0.0]
+    rows = torch.tensor([[1.0], [0.0]], requires_grad=True)
+    GridMerge(rows=rows, columns=torch.eye(2)).sizes(torch.ones(1, 4)).sum().backward()
+    assert rows.grad.abs().max() <= 2

@@ -74,12 +74,21 @@ class Merge(ABC):
         return self(x), self.sizes(size)
 
 
-def _row_normalise(mask: Tensor) -> Tensor:
-    return mask / mask.sum(-1, keepdim=True).clamp_min(_TINY)
+def row_normalise(mask: Tensor) -> Tensor:
+    """Rows that sum to one, or to zero where nothing is in them."""
+    return _over(mask, mask.sum(-1, keepdim=True))
 
 
 def _column_normalise(mask: Tensor) -> Tensor:
-    return mask / mask.sum(-2, keepdim=True).clamp_min(_TINY)
+    return _over(mask, mask.sum(-2, keepdim=True))
+
+
+def _over(mask: Tensor, total: Tensor) -> Tensor:
+    """Shares of a total; where nothing is in, one thing that came in would be all of it.
+
+    A small number in place of a total of zero would leave the value and not its gradient.
+    """
+    return mask / torch.where(total > 0, total, 1.0)
 
 
 def _beside_prefix(x: Tensor, num_prefix: int, merged: Tensor) -> Tensor:
@@ -106,7 +115,7 @@ class DenseMerge(Merge):
         support = support if support.ndim == 3 else support[None]
         weighted = support if weight is None else support * weight[..., None].to(support.dtype)
         return DenseMerge(
-            mask=_column_normalise(weighted), share=_row_normalise(support), num_prefix=num_prefix
+            mask=_column_normalise(weighted), share=row_normalise(support), num_prefix=num_prefix
         )
 
     @property
@@ -122,7 +131,7 @@ class DenseMerge(Merge):
         return _beside_prefix(x, self.num_prefix, merged)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
-        back = _row_normalise(self.mask).to(y.dtype) @ y[:, self.num_prefix :]
+        back = row_normalise(self.mask).to(y.dtype) @ y[:, self.num_prefix :]
         return _beside_prefix(y, self.num_prefix, back)
 
     def weights(self) -> Float[Tensor, "b n p"]:
@@ -201,7 +210,7 @@ class GridMerge(Merge):
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         if self.size_out is not None:
             return self.size_out
-        rows, columns = _row_normalise(self.rows), _row_normalise(self.columns)
+        rows, columns = row_normalise(self.rows), row_normalise(self.columns)
         merged = _separable(size[:, self.num_prefix :, None], rows, columns)[..., 0]
         return _beside_prefix(size, self.num_prefix, merged)
 
@@ -237,7 +246,7 @@ class StaticMerge(Merge):
         k = merge.num_prefix
         return StaticMerge(
             matrix=_with_prefix(mask.mT, k),
-            back=_with_prefix(_row_normalise(mask), k),
+            back=_with_prefix(row_normalise(mask), k),
             size_out=merge.sizes(size)[0],
             num_prefix=k,
         )

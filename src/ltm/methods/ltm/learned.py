@@ -13,7 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ltm.core import mask_gradient
-from ltm.core.merge import DenseMerge, GridMerge, Merge, StaticMerge, kronecker
+from ltm.core.merge import (
+    DenseMerge,
+    GridMerge,
+    Merge,
+    StaticMerge,
+    kronecker,
+    row_normalise,
+)
 from ltm.core.schedule import Grid
 from ltm.core.support import anchors, resample_logits
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
@@ -286,7 +293,7 @@ def _dense(supports: tuple[Tensor, ...]) -> Float[Tensor, "n p"]:
 
 
 def _shares(support: Float[Tensor, "n p"]) -> Float[Tensor, "1 n p"]:
-    return (support / support.sum(1, keepdim=True).clamp_min(1e-6))[None]
+    return row_normalise(support)[None]
 
 
 def _softmax_on(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "b n p"]:
