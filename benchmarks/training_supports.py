@@ -1,7 +1,7 @@
 """Fine-tune a learned support on a frozen network, and compare with the same support untrained.
 
-    python benchmarks/training_supports.py --weights vit_tiny_tiny_imagenet.safetensors \
-        --data tiny-imagenet.zip --output results/training_supports
+    python benchmarks/training_supports.py --weights vit_tiny_patch16_224.safetensors \
+        --data imagenet-val.zip --output results/training_supports
 
 A trained ViT-Ti keeps its weights; LTM with a learned support takes it to a share of its MACs, and
 only the mask modules train. Accuracies are of held-out images: half of them all, where the data
@@ -114,9 +114,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="images with labels")
     parser.add_argument("--output", type=Path, default=Path("results/training_supports"))
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--epoch-images", type=int, default=5000)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=0.2)
+    parser.add_argument("--epoch-images", type=int, default=0, help="0 for all")
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
