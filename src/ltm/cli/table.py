@@ -104,8 +104,10 @@ def table(
         from ltm.experiments.side_by_side import run_side_by_side
 
         jobs = [job for _, made in declared for job in made.jobs()]
-        one = processes == 1
-        summary = run_jobs(jobs, place) if one else run_side_by_side(jobs, place, processes)
+        if processes == 1:
+            summary = run_jobs(jobs, place)
+        else:
+            summary = run_side_by_side(jobs, place, processes)
     _write(declared, store, scale, summary)
 
 

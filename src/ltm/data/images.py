@@ -143,3 +143,18 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
+
+
+def require_tensor(image: Any) -> None:
+    """Refuse what no transform has made a tensor of."""
+    if not isinstance(image, torch.Tensor):
+        raise TypeError(
+            f"images are {type(image).__name__}; give the data set a transform to tensors"
+        )
+
+
+def require_bytes(image: Any) -> None:
+    """Refuse what the device could not normalise."""
+    require_tensor(image)
+    if image.dtype != torch.uint8:
+        raise TypeError(f"images are {image.dtype} but would be normalised; use 8-bit or no spec")

@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ltm.data.batches import Ahead, Filled, Moved, Normalised
 from ltm.data.classification import LabelledImages
 from ltm.data.config import AugmentConfig, DataConfig
-from ltm.data.images import UnreadableImages, UnreadableImagesError
+from ltm.data.images import (
+    UnreadableImages,
+    UnreadableImagesError,
+    require_bytes,
+    require_tensor,
+)
 from ltm.data.resident import Resident
 from ltm.data.sampling import Draw, EvaluationSampler, TrainingSampler, random_numbers_of
 from ltm.data.shards import TarShards
@@ -289,15 +293,10 @@ class _SeededItems(Dataset[Any]):
 
 
 def _collate(items: Sequence[Any]) -> Any:
-    if not isinstance(items[0][0], Tensor):
-        raise TypeError(
-            f"images are {type(items[0][0]).__name__}; give the data set a transform to tensors"
-        )
+    require_tensor(items[0][0])
     return default_collate(list(items))
 
 
 def _collate_bytes(items: Sequence[Any]) -> Any:
-    image = items[0][0]
-    if isinstance(image, Tensor) and image.dtype != torch.uint8:
-        raise TypeError(f"images are {image.dtype} but would be normalised; use 8-bit or no spec")
-    return _collate(items)
+    require_bytes(items[0][0])
+    return default_collate(list(items))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
+from ltm.data.images import require_bytes
 from ltm.data.sampling import Draw, TrainingSampler, random_numbers_of
 
 _UNDER_WAY = 4
@@ -142,12 +143,7 @@ def _class_index(label: Any) -> int:
 
 
 def _require_fit(image: Any, place: Tensor) -> None:
-    if not isinstance(image, Tensor):
-        raise TypeError(
-            f"images are {type(image).__name__}; give the data set a transform to tensors"
-        )
-    if image.dtype != place.dtype:
-        raise TypeError(f"images are {image.dtype} but would be normalised; use 8-bit or no spec")
+    require_bytes(image)
     if image.shape != place.shape:
         raise ValueError(
             f"an image of {tuple(image.shape)} is not the {tuple(place.shape)} that spec.size says"
