@@ -11,9 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from ltm.api import conversion_of, is_merging
 from ltm.cli import main
-from ltm.experiments.jobs import Classifier, identity, in_order
-from ltm.experiments.place import Place
+from ltm.experiments.jobs import Classifier, Race, identity, in_order
+from ltm.experiments.place import Place, perform
 from ltm.experiments.scales import make_scale
 from ltm.experiments.scales.base import Sources
 from ltm.experiments.store import Store
@@ -157,6 +158,23 @@ def test_accuracy_is_what_training_saw_after_its_last_epoch(smoke: Path) -> None
     assert len(seen) > 10
     for _, values in seen:
         assert values["history"][-1]["val_top1"] * values["num_images"] == values["correct"]
+
+
+def test_networks_race_as_they_would_be_deployed(
+    smoke: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def eager(model, _images):
+        seen.append(conversion_of(model).frozen if is_merging(model) else None)
+        return model
+
+    monkeypatch.setattr("ltm.experiments.work.race.MODES", {"eager": eager})
+    job = next(j for j in EXPERIMENTS["throughput"].declare(SCALE).jobs() if isinstance(j, Race))
+    place = Place(store=Store(smoke), device=torch.device("cpu"), console=Console(quiet=True))
+    times = perform(job, place)["seconds"]
+    assert seen == [None, True, True, True, True]
+    assert list(times) == ["none", "tome", "tofu", "ltm", "static"]
 
 
 @pytest.mark.parametrize("kind", ["ltm", "ltmp", "lora"])

@@ -21,7 +21,7 @@ from ltm.experiments.tables.classification import (
 )
 from ltm.experiments.tables.declaring import GMACS, cell, claim, top1
 
-STATIC = {"method_options": ("support=learned",)}
+STATIC = {"method_options": ("support=learned", "weights=uniform")}
 
 
 def heatmaps(scale: Scale) -> Table:

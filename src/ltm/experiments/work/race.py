@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ltm.api import freeze_, is_merging
 from ltm.evaluation.latency import DTYPES
 from ltm.evaluation.runners import MODES, Runner, at_its_best_
 from ltm.evaluation.timing import interleaved
@@ -16,12 +17,17 @@ from ltm.experiments.work.networks import placed, saved_network, some_images
 
 @perform.register
 def race(job: Race, place: Place) -> dict[str, Any]:
-    """Raw values: seconds per batch of every entrant, round by round; or why it did not run."""
+    """Raw values: seconds per batch of every entrant, round by round; or why it did not run.
+
+    Networks run as they would be deployed.
+    """
     dtype = DTYPES[job.dtype]
     runners: dict[str, tuple[Runner, Any]] = {}
     errors: dict[str, str] = {}
     for name, entrant in job.entrants:
         model = saved_network(entrant, place)
+        if is_merging(model):
+            freeze_(model)
         at_its_best_(model)
         images = some_images(placed(entrant, place), model, job.batch_size)
         images = images.to(place.device, dtype)
