@@ -18,8 +18,10 @@ from ltm.core.groups import MatchedMerge
 from ltm.core.matching import merge_in_order
 from ltm.core.merge import GridMerge
 from ltm.core.statistics import ClassStatistics
+from ltm.methods.base import Hints, Site, token_size
 from ltm.methods.ltm.axis import Axis
 from ltm.methods.ltm.harm import Patches, match_least_harm
+from ltm.methods.ltm.matching import MatchingMerger
 from ltm.methods.ltm.step import InformativeStep
 from toys import pictures, size_of, toy
 
@@ -37,7 +39,14 @@ CASES = {
     "nobody leaves": {"num_leaving": 0},
     "several blocks": {"num_patches": 140, "num_leaving": 60, "sized": True, "attended": True},
     "many images": {"images": 17, "channels": 16, "attended": True},
+    "many of all": {"images": 17, "sized": True, "attended": True, "padded": True},
+    "one image": {"images": 1, "attended": True},
+    "shared sizes": {"attended": True, "shared": True},
+    "given weights": {"sized": True, "attended": True, "weighed": True},
+    "pruned": {"sized": True, "attended": True, "weighed": True, "prune": True},
 }
+SITE = {"block": 1, "depth": 4, "width": 24, "num_classes": 0, "grid": (5, 9)}
+SITE |= {"num_in": 45, "num_out": 20}
 MODELS = {
     "default": ltm.LTM(ratio=0.7),
     "static": ltm.LTM(ratio=0.7, support="learned"),
@@ -53,13 +62,16 @@ MODELS = {
 
 def compare(
     num_prefix=1, channels=24, sized=False, attended=False, padded=False, tied=False, images=2,
-    num_patches=45, num_leaving=25, protection=1.0, left=None,
+    num_patches=45, num_leaving=25, protection=1.0, left=None, shared=False, weighed=False,
+    prune=False,
 ):  # fmt: skip
-    """The same decision, and the largest difference of merged tokens."""
+    """The same decision, and the largest differences of weights and of merged tokens."""
     torch.manual_seed(0)
     shape = images, num_patches + num_prefix
     tokens = torch.randn(*shape, channels, device=DEVICE) + 2
     size = torch.randint(1, 6, shape, device=DEVICE).float() if sized else None
+    if shared:
+        size = torch.randint(1, 6, (1, shape[1]), device=DEVICE).float()
     attention = torch.rand(shape, device=DEVICE) if attended else None
     if padded:
         size[1, -4 if left is None else left :] = 0
@@ -75,20 +87,29 @@ def compare(
     match = match_least_harm(
         patches, num_leaving, protection=protection, alternate=False, num_prefix=num_prefix
     )
-    weight = torch.ones(shape, device=DEVICE) if size is None else size
-    merge = merge_in_order(match, weight, keep_norm=True)
-    assignment, stays, leaves = kernels.assign(
-        tokens, size, attention, num_leaving=num_leaving, num_prefix=num_prefix,
-        protection=protection,
-    )  # fmt: skip
+    given = torch.rand(shape, device=DEVICE) if weighed else None
+    hints = Hints(num_out=num_patches - num_leaving, size=size, importance=attention)
+    weight = token_size(tokens, hints) if given is None else given
+    unattended = merge_in_order(match, weight, prune=prune).weight
+    merger = MatchingMerger(Site(**SITE, num_prefix=k), ltm.LTM(attended=0.5))
+    weight = merger.by_attention(weight, hints)
+    merge = merge_in_order(match, weight, keep_norm=True, prune=prune)
+    weights = {}
+    for power in (0.0, 0.5):
+        assignment, stays, leaves, weights[power] = kernels.assign(
+            tokens, size, attention, given, num_leaving=num_leaving, num_prefix=num_prefix,
+            protection=protection, power=power, least=1e-4, prune=prune,
+        )  # fmt: skip
     gone = torch.zeros_like(match.leaves).scatter(1, leaves.long(), True)
     kept = torch.ones_like(match.leaves).scatter(1, stays.long(), False)
     found = {"leaves": bool((gone == match.leaves).all() and (kept == match.leaves).all())}
     found["assignment"] = bool((assignment == merge.assignment).all())
+    found["unattended"] = float((weights[0.0] - unattended).abs().max())
+    found["weights"] = float((weights[0.5] - merge.weight).abs().max())
     for keep_norm in (True, False):
         expected, sizes = replace(merge, keep_norm=keep_norm).apply(tokens, size)
         merged, merged_size = kernels.merge_groups(
-            tokens, weight, size, assignment, stays, leaves, keep_norm=keep_norm
+            tokens, merge.weight, size, assignment, stays, leaves, keep_norm=keep_norm
         )
         found[f"merged {keep_norm}"] = float((merged - expected).abs().max())
         found["sizes"] = float((merged_size - sizes).abs().max())
@@ -229,7 +250,7 @@ def main():
             for family in ("swin", "mobilevit", "efficientvit")
             for weights in ("informative", "uniform")
         },
-        "learns": learns(MODELS["informative"]),
+        "learns": {name: learns(MODELS[name]) for name in ("informative", "operators")},
         "models": {name: whole(config, torch.float32) for name, config in MODELS.items()},
     }
     if DEVICE == "cuda":

@@ -31,7 +31,7 @@ def found():
     return json.loads(run.stdout)
 
 
-def test_decisions_are_the_same_and_merged_tokens_agree(found):
+def test_decisions_are_the_same_and_weights_and_merged_tokens_agree(found):
     for name, case in found["kernels"].items():
         # Which of the tokens that are not there leaves is anybody's choice.
         assert case["leaves"] or name == "hardly anything there", name
@@ -39,6 +39,8 @@ def test_decisions_are_the_same_and_merged_tokens_agree(found):
         assert case["merged True"] < 1e-5, name
         assert case["merged False"] < 1e-5, name
         assert case["sizes"] == 0, name
+        assert case["unattended"] == 0, name
+        assert case["weights"] < 1e-5, name
 
 
 def test_attention_and_importance_agree(found):
@@ -76,10 +78,10 @@ def test_networks_agree(found):
 
 
 def test_what_trains_on_a_frozen_network_has_the_gradients_of_the_plain_path(found):
-    ours, plain = found["learns"]
-    assert len(plain) > 1
-    assert all(gradient != 0 for gradient in plain[:-1])
-    assert ours == pytest.approx(plain, rel=1e-3, abs=1e-7)
+    for name, (ours, plain) in found["learns"].items():
+        assert len(plain) > 1, name
+        assert all(gradient != 0 for gradient in plain[:-1]), name
+        assert ours == pytest.approx(plain, rel=1e-3, abs=1e-7), name
 
 
 def test_they_are_for_inference_on_a_gpu():

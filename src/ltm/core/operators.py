@@ -27,31 +27,44 @@ def _kernels() -> Any:
 @torch.library.custom_op(
     "ltm::assign",
     mutates_args=(),
-    schema="(Tensor tokens, Tensor? size, Tensor? attention, int num_leaving, int num_prefix, "
-    "float protection) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor tokens, Tensor? size, Tensor? attention, Tensor? weight, int num_leaving, "
+    "int num_prefix, float protection, float power, float least, bool prune) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def assign(
     tokens: Tensor,
     size: Tensor | None,
     attention: Tensor | None,
+    weight: Tensor | None,
     num_leaving: int,
     num_prefix: int,
     protection: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The place of each token after the merge, `b t`; who stays, `b p`; who leaves, `b r`."""
+    power: float,
+    least: float,
+    prune: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The place of each token after the merge, `b t`; who stays, `b p`; who leaves, `b r`; weights.
+
+    Those are the given ones, `b t`, or else the sizes, times the attention per patch, against an
+    even share of it but not below `least`, to a power. With `prune`, who leaves weighs nothing.
+    """
     with torch.cuda.device_of(tokens):
-        return _kernels().assign(tokens, size, attention, num_leaving, num_prefix, protection)
+        return _kernels().assign(
+            tokens, size, attention, weight, num_leaving, num_prefix, protection, power, least,
+            prune,
+        )  # fmt: skip
 
 
 @assign.register_fake
 def _(
-    tokens: Tensor, _size: Any, _attention: Any, num_leaving: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    tokens: Tensor, _size: Any, _attention: Any, _weight: Any, num_leaving: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, t = tokens.shape[:2]
     return (
         tokens.new_empty(b, t, dtype=torch.int64),
         tokens.new_empty(b, t - num_leaving, dtype=torch.int32),
         tokens.new_empty(b, num_leaving, dtype=torch.int32),
+        tokens.new_empty(b, t, dtype=torch.float32),
     )
 
 
@@ -150,30 +163,6 @@ def _(qkv: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "ltm::by_attention",
-    mutates_args=(),
-    schema="(Tensor weight, Tensor? size, Tensor attention, float power, float least, "
-    "int num_prefix) -> Tensor",
-)
-def by_attention(
-    weight: Tensor,
-    size: Tensor | None,
-    attention: Tensor,
-    power: float,
-    least: float,
-    num_prefix: int,
-) -> Tensor:
-    """Weights times the attention per patch, against an even share, to a power, `b t`."""
-    with torch.cuda.device_of(attention):
-        return _kernels().by_attention(weight, size, attention, power, least, num_prefix)
-
-
-@by_attention.register_fake
-def _(_weight: Any, _size: Any, attention: Tensor, *_: Any) -> Tensor:
-    return attention.new_empty(attention.shape, dtype=torch.float32)
-
-
-@torch.library.custom_op(
     "ltm::inform",
     mutates_args=(),
     schema="(Tensor tokens, Tensor? size, Tensor? carry, Tensor? gain, Tensor centroids, "
@@ -225,7 +214,7 @@ def _(values: Tensor, _weight: Any, assignment: Tensor, num_places: int) -> Tens
 
 @register_flop_formula(torch.ops.ltm.assign)
 def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
-    (b, t, c), num_prefix = tokens, arguments[3]
+    (b, t, c), num_prefix = tokens, arguments[4]
     return 2 * b * (t - num_prefix) ** 2 * c
 
 

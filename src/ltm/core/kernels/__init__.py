@@ -5,13 +5,13 @@ Imported only where they run: on a GPU, or in Triton's interpreter.
 
 from ltm.core.kernels.attention import attention, importance
 from ltm.core.kernels.grids import merge_grid
-from ltm.core.kernels.matching import assign, merge_groups, mix
-from ltm.core.kernels.weighing import by_attention, group_means, inform
+from ltm.core.kernels.matching import assign
+from ltm.core.kernels.merging import merge_groups, mix
+from ltm.core.kernels.weighing import group_means, inform
 
 __all__ = [
     "assign",
     "attention",
-    "by_attention",
     "group_means",
     "importance",
     "inform",

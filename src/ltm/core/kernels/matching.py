@@ -1,4 +1,4 @@
-"""Who leaves an image and where to, and the merge: by such lists, or by a constant matrix.
+"""Who leaves an image and where to, and what every token weighs in the merge.
 
 Distances are kept in float32, so no token has to be centred first.
 
@@ -88,41 +88,78 @@ def _least_harm(harm, rows, inside, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _rank_kernel(
-    harm, rank, n, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr, RIVALS: tl.constexpr
+def _count_before(
+    harm, rows, n, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr, RIVALS: tl.constexpr
 ):
     """How many tokens of an image leave before some of them would."""
-    image = tl.program_id(0)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    own = _least_harm(harm, image * n + rows, rows < n, blocks, BLOCKS)
+    own = _least_harm(harm, rows, rows < n, blocks, BLOCKS)
     before = tl.zeros((ROWS,), tl.int32)
     for first in range(0, n, RIVALS):
         others = first + tl.arange(0, RIVALS)
         there = others < n
-        theirs = _least_harm(harm, image * n + others, there, blocks, BLOCKS)
+        theirs = _least_harm(harm, others, there, blocks, BLOCKS)
         less = theirs[None] < own[:, None]
         tie = (theirs[None] == own[:, None]) & (others[None] < rows[:, None])
         before += tl.sum(((less | tie) & there[None]).to(tl.int32), axis=1)
+    return before
+
+
+@triton.jit
+def _rank_kernel(
+    harm, rank, n, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr, RIVALS: tl.constexpr
+):
+    """When some tokens of an image would leave."""
+    image = tl.program_id(0)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    before = _count_before(harm + image * n * blocks, rows, n, blocks, BLOCKS, ROWS, RIVALS)
     tl.store(rank + image * n + rows, before, mask=rows < n)
 
 
 @triton.jit
-def _assign_kernel(
-    distance, rank, size, assignment, stays, leaves, t, k, num_leaving, size_stride,
-    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+def _weight_of(
+    weight, size, attention, tokens, there, t, power, least,
+    HAS_WEIGHT: tl.constexpr, HAS_SIZE: tl.constexpr, ATTENDED: tl.constexpr,
 ):  # fmt: skip
-    """Who leaves an image, in what order, and the place of some of its tokens after the merge."""
+    """What tokens of an image weigh, by the attention that each of their patches receives too."""
+    counted = tl.full(tokens.shape, 1.0, tl.float32)
+    if HAS_SIZE:
+        counted = tl.load(size + tokens, mask=there, other=1.0).to(tl.float32)
+    found = counted
+    if HAS_WEIGHT:
+        found = tl.load(weight + tokens, mask=there, other=0.0).to(tl.float32)
+    if ATTENDED:
+        share = tl.load(attention + tokens, mask=there, other=0.0) * t / tl.maximum(counted, 1.0)
+        # What is no number counts least as well.
+        found = found * tl.exp(power * tl.log(tl.where(share > least, share, least)))
+    return found
+
+
+@triton.jit
+def _assign_kernel(
+    distance, harm, rank, size, weight, attention, assignment, stays, leaves, weighed,
+    t, k, num_leaving, blocks, size_stride, weight_stride, power, least,
+    RANKED: tl.constexpr, HAS_SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, ATTENDED: tl.constexpr,
+    PRUNE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    RIVALS: tl.constexpr,
+):  # fmt: skip
+    """Who leaves an image, in what order, and the place and weight of some of its tokens."""
     image, n = tl.program_id(0), t - k
     everyone = tl.arange(0, TOKENS)
     inside = everyone < n
-    closed = tl.load(rank + image * n + everyone, mask=inside, other=-1) < num_leaving
-    place = k + tl.cumsum(1 - closed.to(tl.int32), axis=0) - 1
-    if HAS_SIZE:
-        sizes = tl.load(size + image * size_stride + k + everyone, mask=inside, other=0.0)
-        closed = closed | (sizes <= 0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     here = rows < n
-    turn = tl.load(rank + image * n + rows, mask=here, other=0)
+    sizes, weights = size + image * size_stride, weight + image * weight_stride
+    if RANKED:
+        before = tl.load(rank + image * n + everyone, mask=inside, other=0)
+        turn = tl.load(rank + image * n + rows, mask=here, other=0)
+    else:
+        harms = harm + image * n * blocks
+        before = _count_before(harms, everyone, n, blocks, BLOCKS, TOKENS, RIVALS)
+        turn = tl.sum(tl.where(everyone[None] == rows[:, None], before[None], 0), axis=1)
+    closed = (before < num_leaving) | (inside == 0)
+    place = k + tl.cumsum(1 - closed.to(tl.int32), axis=0) - 1
+    if HAS_SIZE:
+        closed = closed | (tl.load(sizes + k + everyone, mask=inside, other=0.0) <= 0)
     gone = turn < num_leaving
     apart = tl.load(
         distance + (image.to(tl.int64) * n + rows[:, None]) * n + everyone[None],
@@ -134,91 +171,41 @@ def _assign_kernel(
     tl.store(assignment + image * t + k + rows, goes.to(tl.int64), mask=here)
     tl.store(leaves + image * num_leaving + turn, k + rows, mask=here & gone)
     tl.store(stays + image * (t - num_leaving) + goes, k + rows, mask=here & (gone == 0))
+    share = _weight_of(
+        weights, sizes, attention + image * t, k + rows, here, t, power, least,
+        HAS_WEIGHT, HAS_SIZE, ATTENDED,
+    )  # fmt: skip
+    if PRUNE:
+        share = tl.where(gone, 0.0, share)
+    tl.store(weighed + image * t + k + rows, share, mask=here)
     if tl.program_id(1) == 0:
         prefix = everyone < k
         tl.store(assignment + image * t + everyone, everyone.to(tl.int64), mask=prefix)
         tl.store(stays + image * (t - num_leaving) + everyone, everyone, mask=prefix)
-
-
-@triton.jit
-def _merge_kernel(
-    tokens, weight, size, assignment, stays, leaves, merged, merged_size, t, p, r, c,
-    weight_stride, size_stride,
-    KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr, LEAVING: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """One merged token and its size: of those that leave, only who comes here is read."""
-    image, place = tl.program_id(0) // p, tl.program_id(0) % p
-    weights, sizes = weight + image * weight_stride, size + image * size_stride
-    turns, channels = tl.arange(0, LEAVING), tl.arange(0, CHANNELS)
-    who = tl.load(leaves + image * r + turns, mask=turns < r, other=0)
-    goes = tl.load(assignment + image * t + who, mask=turns < r, other=-1).to(tl.int32)
-    brings = tl.load(weights + who, mask=goes == place, other=0.0)
-    comes = brings > 0
-    own = tl.load(stays + image * p + place)
-    share = tl.load(weights + own)
-    total = tl.maximum(share + tl.sum(tl.where(comes, brings, 0.0), axis=0), 1e-12)
-    if HAS_SIZE:
-        more = tl.load(sizes + who, mask=comes, other=0.0).to(tl.float32)
-        counted = tl.where(share > 0, tl.load(sizes + own).to(tl.float32), 0.0) + tl.sum(more, 0)
-    else:
-        counted = tl.where(share > 0, 1.0, 0.0) + tl.sum(comes.to(tl.float32), axis=0)
-    tl.store(merged_size + image * p + place, counted)
-    start = tokens + image.to(tl.int64) * t * c + channels
-    x = tl.load(start + own * c, mask=channels < c, other=0.0).to(tl.float32)
-    largest = tl.where(share > 0, tl.sum(x * x, axis=0), 0.0)
-    mean = x * (share / total)
-    last = -1
-    for _ in range(tl.sum(comes.to(tl.int32), axis=0)):
-        last = tl.min(tl.where(comes & (turns > last), turns, LEAVING), axis=0)
-        token = tl.sum(tl.where(turns == last, who, 0), axis=0)
-        part = tl.sum(tl.where(turns == last, brings, 0.0), axis=0) / total
-        y = tl.load(start + token * c, mask=channels < c, other=0.0).to(tl.float32)
-        mean += part * y
-        largest = tl.maximum(largest, tl.sum(y * y, axis=0))
-    if KEEP_NORM:
-        length = tl.sqrt(tl.sum(mean * mean, axis=0))
-        mean = mean * (tl.sqrt(largest) / tl.maximum(length, 1e-12))
-    out = merged + (image.to(tl.int64) * p + place) * c + channels
-    tl.store(out, mean.to(merged.dtype.element_ty), mask=channels < c)
-
-
-@triton.jit
-def _mix_kernel(
-    matrix, tokens, merged, t, p, c,
-    PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Some channels of some merged tokens: a tile of a matrix that is the same for all images."""
-    image = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
-    channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    valid, known = places < p, channels < c
-    found = tl.zeros((PLACES, CHANNELS), tl.float32)
-    for first in range(0, t, TOKENS):
-        some = first + tl.arange(0, TOKENS)
-        weight = tl.load(
-            matrix + places[:, None] * t + some[None],
-            mask=valid[:, None] & (some < t)[None], other=0.0,
+        unchanged = _weight_of(
+            weights, sizes, attention, everyone, prefix, t, power, least,
+            HAS_WEIGHT, HAS_SIZE, False,
         )  # fmt: skip
-        x = tl.load(
-            tokens + (image * t + some[:, None]) * c + channels[None],
-            mask=(some < t)[:, None] & known[None], other=0.0,
-        )  # fmt: skip
-        found = tl.dot(weight, x, found, input_precision="ieee")
-    tl.store(
-        merged + (image * p + places[:, None]) * c + channels[None],
-        found.to(merged.dtype.element_ty), mask=valid[:, None] & known[None],
-    )  # fmt: skip
+        tl.store(weighed + image * t + everyone, unchanged, mask=prefix)
 
 
 def assign(
     tokens: Tensor,
     size: Tensor | None,
     attention: Tensor | None,
+    weight: Tensor | None,
     num_leaving: int,
     num_prefix: int,
     protection: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Every token's place after the merge, who stays and who leaves; `match_least_harm`."""
+    power: float,
+    least: float,
+    prune: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every token's place after the merge, who stays and who leaves (`match_least_harm`); weights.
+
+    Where there are few images, the programs that find places count ranks for themselves: that
+    takes less time than a launch.
+    """
     b, t, c = tokens.shape
     n, device = t - num_prefix, tokens.device
     tokens = tokens.contiguous()
@@ -228,63 +215,30 @@ def assign(
     blocks = triton.cdiv(n, columns)
     distance = torch.empty(b, n, n, device=device, dtype=torch.float32)
     harm = torch.empty(b, n, blocks, device=device, dtype=torch.float32)
-    rank = torch.empty(b, n, device=device, dtype=torch.int32)
     assignment = torch.empty(b, t, device=device, dtype=torch.int64)
     stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
     leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
+    weighed = torch.empty(b, t, device=device, dtype=torch.float32)
     size_, stride = sizes_of(size, harm)
+    weight_, weight_stride = sizes_of(weight, harm)
     attention_ = harm if attention is None else attention.float().contiguous()
     _harm_kernel[b, triton.cdiv(n, rows), blocks](
         tokens, size_, attention_, distance, harm, t, num_prefix, c, stride, protection,
         HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
         ROWS=rows, COLUMNS=columns, CHANNELS=channels, num_warps=4 if few else 8, num_stages=stages,
     )  # fmt: skip
-    rows, rivals = (32, 256) if few else (64, 64)
-    _rank_kernel[b, triton.cdiv(n, rows)](
-        harm, rank, n, blocks, BLOCKS=triton.next_power_of_2(blocks), ROWS=rows, RIVALS=rivals,
-        num_warps=4 if few else 2,
+    parts = triton.next_power_of_2(blocks)
+    rank = stays if few else torch.empty(b, n, device=device, dtype=torch.int32)
+    if not few:
+        _rank_kernel[b, triton.cdiv(n, 64)](
+            harm, rank, n, blocks, BLOCKS=parts, ROWS=64, RIVALS=64, num_warps=2
+        )
+    rows, warps = (16, 8) if few else (8, 2)
+    _assign_kernel[b, triton.cdiv(n, rows)](
+        distance, harm, rank, size_, weight_, attention_, assignment, stays, leaves, weighed,
+        t, num_prefix, num_leaving, blocks, stride, weight_stride, power, least,
+        RANKED=not few, HAS_SIZE=size is not None, HAS_WEIGHT=weight is not None,
+        ATTENDED=attention is not None and power != 0, PRUNE=prune,
+        TOKENS=triton.next_power_of_2(t), BLOCKS=parts, ROWS=rows, RIVALS=64, num_warps=warps,
     )  # fmt: skip
-    _assign_kernel[b, triton.cdiv(n, 8)](
-        distance, rank, size_, assignment, stays, leaves, t, num_prefix, num_leaving, stride,
-        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), ROWS=8, num_warps=2,
-    )  # fmt: skip
-    return assignment, stays, leaves
-
-
-def merge_groups(
-    tokens: Tensor,
-    weight: Tensor,
-    size: Tensor | None,
-    assignment: Tensor,
-    stays: Tensor,
-    leaves: Tensor,
-    keep_norm: bool,
-) -> tuple[Tensor, Tensor]:
-    """Weighted means, of the largest norm of their group if asked for, and how large they are."""
-    b, t, c = tokens.shape
-    num_places = stays.shape[1]
-    tokens = tokens.contiguous()
-    merged = tokens.new_empty(b, num_places, c)
-    merged_size = torch.empty(b, num_places, device=tokens.device, dtype=torch.float32)
-    weight_, weight_stride = sizes_of(weight.float(), merged_size)
-    size_, stride = sizes_of(size, merged_size)
-    num_leaving = leaves.shape[1]
-    _merge_kernel[(b * num_places,)](
-        tokens, weight_, size_, assignment, stays, leaves, merged, merged_size,
-        t, num_places, num_leaving, c, weight_stride, stride,
-        KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
-        LEAVING=triton.next_power_of_2(max(num_leaving, 1)),
-        CHANNELS=triton.next_power_of_2(c), num_warps=1,
-    )  # fmt: skip
-    return merged, merged_size
-
-
-def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
-    """The same product for every image. No side has to suit tensor cores: 197 tokens are usual."""
-    (b, t, c), p = tokens.shape, matrix.shape[0]
-    merged = tokens.new_empty(b, p, c)
-    _mix_kernel[b, triton.cdiv(p, 64), triton.cdiv(c, 128)](
-        matrix.contiguous(), tokens.contiguous(), merged, t, p, c,
-        PLACES=64, TOKENS=32, CHANNELS=128, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    return merged
+    return assignment, stays, leaves, weighed

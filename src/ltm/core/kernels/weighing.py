@@ -1,4 +1,4 @@
-"""What tokens weigh: by the informative step, by attention, and what groups hand on.
+"""What tokens weigh by the informative step, and what groups hand on.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, p places after a merge, c
 channels, y classes.
@@ -98,23 +98,6 @@ def _inform_kernel(
 
 
 @triton.jit
-def _by_attention_kernel(
-    weight, size, attention, weighed, t, k, weight_stride, size_stride, power, least,
-    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """What the tokens of an image weigh, by the attention that each of their patches receives."""
-    image, everyone = tl.program_id(0), tl.arange(0, TOKENS)
-    inside = everyone < t
-    share = tl.load(attention + image * t + everyone, mask=inside, other=0.0).to(tl.float32) * t
-    if HAS_SIZE:
-        found = tl.load(size + image * size_stride + everyone, mask=inside, other=1.0)
-        share = share / tl.maximum(found.to(tl.float32), 1.0)
-    before = tl.load(weight + image * weight_stride + everyone, mask=inside, other=0.0)
-    after = before * tl.exp(power * tl.log(tl.where(share > least, share, least)))
-    tl.store(weighed + image * t + everyone, tl.where(everyone < k, before, after), mask=inside)
-
-
-@triton.jit
 def _group_kernel(
     values, weight, assignment, means, t, k, p, value_stride, weight_stride,
     TOKENS: tl.constexpr, PLACES: tl.constexpr,
@@ -130,26 +113,6 @@ def _group_kernel(
     total = tl.maximum(tl.sum(share, axis=1), 1e-12)
     mean = tl.sum(share * value[None], axis=1) / total
     tl.store(means + image * p + places, mean, mask=places < p)
-
-
-def by_attention(
-    weight: Tensor,
-    size: Tensor | None,
-    attention: Tensor,
-    power: float,
-    least: float,
-    num_prefix: int,
-) -> Tensor:
-    """Weights times the attention per patch, against an even share of it, to a power."""
-    b, t = attention.shape
-    weighed = torch.empty(b, t, device=attention.device, dtype=torch.float32)
-    weight_, weight_stride = sizes_of(weight.float(), weighed)
-    size_, stride = sizes_of(size, weighed)
-    _by_attention_kernel[(b,)](
-        weight_, size_, attention.contiguous(), weighed, t, num_prefix, weight_stride, stride,
-        power, least, HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t), num_warps=4,
-    )  # fmt: skip
-    return weighed
 
 
 def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:

@@ -51,21 +51,22 @@ class MatchingMerger(LTMMerger):
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         logits, weight = self.weigh(tokens, hints)
-        merge = self.merge(tokens, hints, self.by_attention(weight, hints))
+        merge = self.merge(tokens, hints, weight)
         return Decision(merge=merge, carry=None if logits is None else merge.hand_on(logits))
 
     def weigh(
         self, tokens: Float[Tensor, "b t c"], hints: Hints
-    ) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"]]:
-        """The logits of the patches, and what every token weighs in its group."""
+    ) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"] | None]:
+        """The logits of the patches, and what every token weighs; None: as much as its size."""
         k, step, labels = self.site.num_prefix, self.informative, self.true_labels(hints)
         if step is not None and labels is None and step.has_kernel(tokens, hints.carry):
             return step.weigh(tokens, hints.size, hints.carry, k)
-        size, logits = token_size(tokens, hints), hints.carry
-        if step is not None:
-            logits = step(tokens[:, k:], size[:, k:], labels, hints.carry)
+        logits = hints.carry
+        if step is not None and step.active:
+            logits = step(tokens[:, k:], token_size(tokens, hints)[:, k:], labels, hints.carry)
         if logits is None:
-            return None, size
+            return None, None
+        size = token_size(tokens, hints)
         return logits, torch.cat([size[:, :k], size[:, k:] * logits.exp()], dim=1)
 
     def by_attention(self, weight: Float[Tensor, "b t"], hints: Hints) -> Float[Tensor, "b t"]:
@@ -77,8 +78,6 @@ class MatchingMerger(LTMMerger):
         if power == 0 or received is None:
             return weight
         k = self.site.num_prefix
-        if fused.takes(received, weight):
-            return operators.by_attention(weight, hints.size, received, power, _LEAST_SHARE, k)
         each = received.float() if hints.size is None else received / hints.size.clamp_min(1)
         share = each * each.shape[1]
         # What is no number counts least as well: who goes where has to be known in any case.
@@ -88,28 +87,36 @@ class MatchingMerger(LTMMerger):
         )
 
     def merge(
-        self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"]
+        self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"] | None
     ) -> MatchedMerge:
         """The tokens that leave join, or are dropped; all others keep their order."""
         prune, keep_norm = self.operator.startswith("prune"), self.operator == "norm"
         if self.config.matching == "free" and fused.takes_match(tokens.detach()):
             return self._fused(tokens, hints, weight, prune, keep_norm)
-        match = self.match(tokens, hints)
+        match, weight = self.match(tokens, hints), self._attended(tokens, hints, weight)
         return merge_in_order(match, weight, prune=prune, keep_norm=keep_norm)
 
+    def _attended(self, tokens: Tensor, hints: Hints, weight: Tensor | None) -> Tensor:
+        """What tokens weigh in the end, also where that has a gradient."""
+        return self.by_attention(token_size(tokens, hints) if weight is None else weight, hints)
+
     def _fused(
-        self, tokens: Tensor, hints: Hints, weight: Tensor, prune: bool, keep_norm: bool
+        self, tokens: Tensor, hints: Hints, weight: Tensor | None, prune: bool, keep_norm: bool
     ) -> MatchedMerge:
-        """Who leaves has no gradient: a kernel finds it in training too."""
-        k = self.site.num_prefix
+        """Who leaves has no gradient: a kernel finds it in training too, but no weights then."""
+        k, known = self.site.num_prefix, (hints.size, hints.importance, weight)
         num_leaving = tokens.shape[1] - k - hints.num_out
-        size, attention = (x if x is None else x.detach() for x in (hints.size, hints.importance))
-        assignment, stays, leaves = operators.assign(
-            tokens.detach(), size, attention, num_leaving, k, self.protection
-        )
+        size, attention, given = (x if x is None else x.detach() for x in known)
+        assignment, stays, leaves, weighed = operators.assign(
+            tokens.detach(), size, attention, given, num_leaving, k, self.protection,
+            self.config.attended, _LEAST_SHARE, prune,
+        )  # fmt: skip
+        if not fused.takes(tokens.detach(), *known):
+            weighed = self._attended(tokens, hints, weight)
+            weighed = weighed.scatter(1, leaves.long(), 0.0) if prune else weighed
         return MatchedMerge(
             assignment=assignment,
-            weight=weight.scatter(1, leaves.long(), 0.0) if prune else weight,
+            weight=weighed,
             num_places=k + hints.num_out,
             keep_norm=keep_norm,
             num_prefix=k,
@@ -140,8 +147,10 @@ class UnimportantMerger(MatchingMerger):
         self.needs = frozenset({"importance"})
 
     def merge(
-        self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"]
+        self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"] | None
     ) -> MatchedMerge:
+        # Who stays is alone in its group: how much attention it receives changes nothing.
+        weight = token_size(tokens, hints) if weight is None else weight
         return merge_in_order(self.match(tokens, hints), weight, prune=True)
 
     def match(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Match:

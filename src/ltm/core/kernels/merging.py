@@ -1,0 +1,125 @@
+"""The merge: into the places that a matching gave, or by a constant matrix.
+
+Letters: b images, t tokens with their prefix, p tokens that stay (prefix included), r tokens that
+leave, c channels.
+"""
+
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ltm.core.kernels.launch import sizes_of
+
+
+@triton.jit
+def _merge_kernel(
+    tokens, weight, size, assignment, stays, leaves, merged, merged_size, t, p, r, c,
+    weight_stride, size_stride,
+    KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr, LEAVING: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """One merged token and its size: of those that leave, only who comes here is read."""
+    image, place = tl.program_id(0) // p, tl.program_id(0) % p
+    weights, sizes = weight + image * weight_stride, size + image * size_stride
+    turns, channels = tl.arange(0, LEAVING), tl.arange(0, CHANNELS)
+    who = tl.load(leaves + image * r + turns, mask=turns < r, other=0)
+    goes = tl.load(assignment + image * t + who, mask=turns < r, other=-1).to(tl.int32)
+    brings = tl.load(weights + who, mask=goes == place, other=0.0)
+    comes = brings > 0
+    own = tl.load(stays + image * p + place)
+    share = tl.load(weights + own)
+    total = tl.maximum(share + tl.sum(tl.where(comes, brings, 0.0), axis=0), 1e-12)
+    if HAS_SIZE:
+        more = tl.load(sizes + who, mask=comes, other=0.0).to(tl.float32)
+        counted = tl.where(share > 0, tl.load(sizes + own).to(tl.float32), 0.0) + tl.sum(more, 0)
+    else:
+        counted = tl.where(share > 0, 1.0, 0.0) + tl.sum(comes.to(tl.float32), axis=0)
+    tl.store(merged_size + image * p + place, counted)
+    start = tokens + image.to(tl.int64) * t * c + channels
+    x = tl.load(start + own * c, mask=channels < c, other=0.0).to(tl.float32)
+    largest = tl.where(share > 0, tl.sum(x * x, axis=0), 0.0)
+    mean = x * (share / total)
+    last = -1
+    for _ in range(tl.sum(comes.to(tl.int32), axis=0)):
+        last = tl.min(tl.where(comes & (turns > last), turns, LEAVING), axis=0)
+        token = tl.sum(tl.where(turns == last, who, 0), axis=0)
+        part = tl.sum(tl.where(turns == last, brings, 0.0), axis=0) / total
+        y = tl.load(start + token * c, mask=channels < c, other=0.0).to(tl.float32)
+        mean += part * y
+        largest = tl.maximum(largest, tl.sum(y * y, axis=0))
+    if KEEP_NORM:
+        length = tl.sqrt(tl.sum(mean * mean, axis=0))
+        mean = mean * (tl.sqrt(largest) / tl.maximum(length, 1e-12))
+    out = merged + (image.to(tl.int64) * p + place) * c + channels
+    tl.store(out, mean.to(merged.dtype.element_ty), mask=channels < c)
+
+
+@triton.jit
+def _mix_kernel(
+    matrix, tokens, merged, t, p, c,
+    PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Some channels of some merged tokens: a tile of a matrix that is the same for all images."""
+    image = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    valid, known = places < p, channels < c
+    found = tl.zeros((PLACES, CHANNELS), tl.float32)
+    for first in range(0, t, TOKENS):
+        some = first + tl.arange(0, TOKENS)
+        weight = tl.load(
+            matrix + places[:, None] * t + some[None],
+            mask=valid[:, None] & (some < t)[None], other=0.0,
+        )  # fmt: skip
+        x = tl.load(
+            tokens + (image * t + some[:, None]) * c + channels[None],
+            mask=(some < t)[:, None] & known[None], other=0.0,
+        )  # fmt: skip
+        found = tl.dot(weight, x, found, input_precision="ieee")
+    tl.store(
+        merged + (image * p + places[:, None]) * c + channels[None],
+        found.to(merged.dtype.element_ty), mask=valid[:, None] & known[None],
+    )  # fmt: skip
+
+
+def merge_groups(
+    tokens: Tensor,
+    weight: Tensor,
+    size: Tensor | None,
+    assignment: Tensor,
+    stays: Tensor,
+    leaves: Tensor,
+    keep_norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """Weighted means, of the largest norm of their group if asked for, and how large they are."""
+    b, t, c = tokens.shape
+    num_places = stays.shape[1]
+    tokens = tokens.contiguous()
+    merged = tokens.new_empty(b, num_places, c)
+    merged_size = torch.empty(b, num_places, device=tokens.device, dtype=torch.float32)
+    weight_, weight_stride = sizes_of(weight.float(), merged_size)
+    size_, stride = sizes_of(size, merged_size)
+    num_leaving = leaves.shape[1]
+    _merge_kernel[(b * num_places,)](
+        tokens, weight_, size_, assignment, stays, leaves, merged, merged_size,
+        t, num_places, num_leaving, c, weight_stride, stride,
+        KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
+        LEAVING=triton.next_power_of_2(max(num_leaving, 1)),
+        CHANNELS=triton.next_power_of_2(c), num_warps=1,
+    )  # fmt: skip
+    return merged, merged_size
+
+
+def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
+    """The same product for every image. No side has to suit tensor cores: 197 tokens are usual."""
+    (b, t, c), p = tokens.shape, matrix.shape[0]
+    merged = tokens.new_empty(b, p, c)
+    _mix_kernel[b, triton.cdiv(p, 64), triton.cdiv(c, 128)](
+        matrix.contiguous(), tokens.contiguous(), merged, t, p, c,
+        PLACES=64, TOKENS=32, CHANNELS=128, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return merged
