@@ -14,7 +14,6 @@ import ltm
 from ltm.adapters.base import attention_bias
 from ltm.core import fused, kernels
 from ltm.core.clustering import class_membership
-from ltm.core.groups import MatchedMerge
 from ltm.core.matching import merge_in_order
 from ltm.core.merge import GridMerge
 from ltm.core.statistics import ClassStatistics
@@ -106,13 +105,20 @@ def compare(
     found["assignment"] = bool((assignment == merge.assignment).all())
     found["unattended"] = float((weights[0.0] - unattended).abs().max())
     found["weights"] = float((weights[0.5] - merge.weight).abs().max())
+    values = torch.randn(1 if shared else images, num_patches, device=DEVICE)
     for keep_norm in (True, False):
-        expected, sizes = replace(merge, keep_norm=keep_norm).apply(tokens, size)
-        merged, merged_size = kernels.merge_groups(
-            tokens, merge.weight, size, assignment, stays, leaves, keep_norm=keep_norm
+        expected = replace(merge, keep_norm=keep_norm).apply(tokens, size, values)
+        merged, merged_size, means = kernels.merge_groups(
+            tokens, merge.weight, size, values, assignment, stays, leaves, keep_norm=keep_norm
         )
-        found[f"merged {keep_norm}"] = float((merged - expected).abs().max())
-        found["sizes"] = float((merged_size - sizes).abs().max())
+        found[f"merged {keep_norm}"] = float((merged - expected.tokens).abs().max())
+        found["sizes"] = float((merged_size - expected.sizes).abs().max())
+        found["handed on"] = float((means - expected.values).abs().max())
+    merged, _, means = kernels.merge_groups(
+        tokens, merge.weight, size, None, assignment, stays, leaves, keep_norm=False
+    )
+    found["without values"] = bool((merged - expected.tokens).abs().max() < 1e-5)
+    found["without values"] &= means.numel() == 0
     return found
 
 
@@ -136,7 +142,7 @@ def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
 
 @torch.no_grad()
 def inform(num_classes, images, dtype, autocast=False):
-    """The informative step against the plain one: logits, weights, and what groups hand on."""
+    """The informative step against the plain one: logits and weights."""
     torch.manual_seed(0)
     step = InformativeStep(num_classes, 72, ltm.LTM(gain=1.0)).to(DEVICE)
     features = torch.randn(4 * num_classes, 72, device=DEVICE) + 1
@@ -154,14 +160,9 @@ def inform(num_classes, images, dtype, autocast=False):
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         logits, weight = step.to(dtype).weigh(tokens.to(dtype), size, carry, 1)
     weights = torch.cat([size[:, :1], size[:, 1:] * expected.exp()], dim=1)
-    places = torch.randint(1, 20, (images, 40), device=DEVICE)
-    places[:, 0] = 0
-    merge = MatchedMerge(assignment=places, weight=weights, num_places=20, num_prefix=1)
-    means = kernels.group_means(carry, weights, places, 20)
     return [
         float((logits - expected).abs().max()),
         float((weight / weights - 1).abs().max()),
-        float((means - merge.hand_on(carry)).abs().max()),
     ]
 
 

@@ -39,6 +39,8 @@ def test_decisions_are_the_same_and_weights_and_merged_tokens_agree(found):
         assert case["merged True"] < 1e-5, name
         assert case["merged False"] < 1e-5, name
         assert case["sizes"] == 0, name
+        assert case["handed on"] < 1e-5, name
+        assert case["without values"], name
         assert case["unattended"] == 0, name
         assert case["weights"] < 1e-5, name
 
@@ -52,9 +54,8 @@ def test_attention_and_importance_agree(found):
 
 
 def test_informative_steps_agree(found):
-    for num_classes, (logits, weights, means) in found["inform"].items():
-        assert max(logits, weights) < 1e-3, num_classes
-        assert means < 1e-5, num_classes
+    for case, (logits, weights) in found["inform"].items():
+        assert max(logits, weights) < 1e-3, case
     assert max(found.get("inform half", [0])) < 0.1  # of logits that are one on average
 
 

@@ -106,6 +106,15 @@ def test_sizes_count_patches(merge):
     )
 
 
+def test_values_of_patches_are_handed_on_as_means_by_weight(merge):
+    x = tokens(merge)
+    values = torch.randn(B, merge.num_in, dtype=torch.float64)
+    merged, _, means = merge.apply(x, None, values)
+    assert torch.equal(merged, merge(x))
+    torch.testing.assert_close(means, (values[:, None] @ merge.weights())[:, 0])
+    assert merge.apply(x, None).values is None
+
+
 def test_separable_form_equals_the_dense_one():
     weight = torch.rand(B, 48, dtype=torch.float64) + 0.1
     grid = grid_merge(weight)

@@ -140,9 +140,10 @@ class MergingMixin(nn.Module):
                     labels=slot.state.labels,
                 )
                 decision = self.decide(z, hints, **context)
-                merged, size = decision.merge.apply(z, tokens.size)
+                merged, size, means = decision.merge.apply(z, tokens.size, decision.values)
                 merges = (*tokens.merges, decision.merge)
-                tokens = Tokens(size=size, carry=decision.carry, merges=merges)
+                carry = decision.carry if means is None else means
+                tokens = Tokens(size=size, carry=carry, merges=merges)
         slot.state.write(slot.index + 1, tokens)
         if slot.state.watched:
             slot.state.record(

@@ -12,7 +12,7 @@ from timm.models.swin_transformer import (
 )
 from torch import Tensor
 
-from ltm.core.merge import Merge
+from ltm.core.merge import Merge, Merged
 from ltm.core.schedule import Grid
 
 FAR = -100.0
@@ -91,12 +91,16 @@ class WindowMerge(Merge):
         merged = self.inner(self.windows.cut(x.unflatten(1, self.windows.grid)))
         return merged.reshape(x.shape[0], -1, x.shape[2])
 
-    def apply(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor]:
+    def apply(self, x: Tensor, size: Tensor | None, values: Tensor | None = None) -> Merged:
         grid = self.windows.grid
         maps = x.new_ones(1, *grid, 1) if size is None else size.reshape(-1, *grid, 1)
         inside = self.windows.cut(maps.expand(x.shape[0], -1, -1, -1))[..., 0]
-        merged, sizes = self.inner.apply(self.windows.cut(x.unflatten(1, grid)), inside.float())
-        return merged.reshape(x.shape[0], -1, x.shape[2]), sizes.reshape(x.shape[0], -1)
+        merged, sizes, _ = self.inner.apply(self.windows.cut(x.unflatten(1, grid)), inside.float())
+        return Merged(
+            merged.reshape(x.shape[0], -1, x.shape[2]),
+            sizes.reshape(x.shape[0], -1),
+            None if values is None else self.hand_on(values),
+        )
 
     def restore(self, y: Tensor) -> Tensor:
         windows = self.inner.restore(y.reshape(-1, self.inner.num_out, y.shape[2]))

@@ -95,8 +95,9 @@ def _works_on(device: int) -> bool:
     if torch.cuda.get_device_capability(device) < OLDEST:
         return False
     try:
-        pair = torch.zeros(1, 2, device=f"cuda:{device}")
-        operators.group_means(pair, pair, pair.long(), 1)
+        one = torch.zeros(1, 1, dtype=torch.int32, device=f"cuda:{device}")
+        token, weight = one.float()[..., None], one.float()
+        operators.merge_groups(token, weight, None, None, one.long(), one, one, False)
     except Exception as error:  # noqa: BLE001 - whatever it is, the plain path works
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ltm.core import fused, operators
-from ltm.core.merge import Merge
+from ltm.core.merge import Merge, Merged
 
 _TINY = 1e-12
 
@@ -64,14 +64,9 @@ class MatchedMerge(Merge):
     def average(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         return self._add(self._weighed(x))
 
-    def hand_on(self, values: Float[Tensor, "b n"]) -> Float[Tensor, "b p"]:
-        if self.order is not None and fused.takes(values, self.weight):
-            return operators.group_means(values, self.weight, self.assignment, self.num_places)
-        return super().hand_on(values)
-
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         if self.order is not None and fused.takes(x, self.weight):
-            return self._fused(x, None, self.order)[0]
+            return self._fused(x, None, None, self.order).tokens
         if not self.keep_norm:
             return self.average(x)
         summed = self.average(x)
@@ -81,16 +76,26 @@ class MatchedMerge(Merge):
         return summed * (largest / _length(summed).clamp_min(_TINY))[..., None].to(x.dtype)
 
     def apply(
-        self, x: Float[Tensor, "b kn c"], size: Float[Tensor, "_ kn"] | None
-    ) -> tuple[Float[Tensor, "b kp c"], Float[Tensor, "_ kp"]]:
-        if self.order is not None and fused.takes(x, self.weight):
-            return self._fused(x, size, self.order)
-        return super().apply(x, size)
+        self,
+        x: Float[Tensor, "b kn c"],
+        size: Float[Tensor, "_ kn"] | None,
+        values: Float[Tensor, "_ n"] | None = None,
+    ) -> Merged:
+        if self.order is not None and fused.takes(x, self.weight, values):
+            return self._fused(x, size, values, self.order)
+        return super().apply(x, size, values)
 
     def _fused(
-        self, x: Tensor, size: Tensor | None, order: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return operators.merge_groups(x, self.weight, size, self.assignment, *order, self.keep_norm)
+        self,
+        x: Tensor,
+        size: Tensor | None,
+        values: Tensor | None,
+        order: tuple[Tensor, Tensor],
+    ) -> Merged:
+        merged, sizes, means = operators.merge_groups(
+            x, self.weight, size, values, self.assignment, *order, self.keep_norm
+        )
+        return Merged(merged, sizes, None if values is None else means)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return y.gather(1, self.assignment[..., None].expand(-1, -1, y.shape[-1]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,6 +22,16 @@ from torch import Tensor
 from ltm.core import fused, operators
 
 _TINY = 1e-6
+
+
+class Merged(NamedTuple):
+    """What comes out of a merge."""
+
+    tokens: Float[Tensor, "b kp c"]
+    sizes: Float[Tensor, "_ kp"]
+    """How many original patches each token stands for."""
+    values: Float[Tensor, "_ p"] | None
+    """What the patches hand on, where they had any values."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,12 +77,15 @@ class Merge(ABC):
         """How many original patches each merged token stands for, given the sizes before."""
 
     def apply(
-        self, x: Float[Tensor, "b kn c"], size: Float[Tensor, "_ kn"] | None
-    ) -> tuple[Float[Tensor, "b kp c"], Float[Tensor, "_ kp"]]:
-        """The merged tokens and their sizes; None means that all sizes before are one."""
+        self,
+        x: Float[Tensor, "b kn c"],
+        size: Float[Tensor, "_ kn"] | None,
+        values: Float[Tensor, "_ n"] | None = None,
+    ) -> Merged:
+        """All that becomes of the tokens; None means that all sizes before are one."""
         if size is None:
             size = x.new_ones(1, x.shape[1], dtype=torch.float32)
-        return self(x), self.sizes(size)
+        return Merged(self(x), self.sizes(size), None if values is None else self.hand_on(values))
 
 
 def row_normalise(mask: Tensor) -> Tensor:

@@ -71,29 +71,44 @@ def _(
 @torch.library.custom_op(
     "ltm::merge_groups",
     mutates_args=(),
-    schema="(Tensor tokens, Tensor weight, Tensor? size, Tensor assignment, Tensor stays, "
-    "Tensor leaves, bool keep_norm) -> (Tensor, Tensor)",
+    schema="(Tensor tokens, Tensor weight, Tensor? size, Tensor? values, Tensor assignment, "
+    "Tensor stays, Tensor leaves, bool keep_norm) -> (Tensor, Tensor, Tensor)",
 )
 def merge_groups(
     tokens: Tensor,
     weight: Tensor,
     size: Tensor | None,
+    values: Tensor | None,
     assignment: Tensor,
     stays: Tensor,
     leaves: Tensor,
     keep_norm: bool,
-) -> tuple[Tensor, Tensor]:
-    """Weighted means of groups, `b p c`, and the sums of their sizes, `b p`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted means of groups, `b p c`, and the sums of their sizes, `b p`.
+
+    With values of the patches, `b n`, their means by weight too, prefix left out; else nothing.
+    """
     with torch.cuda.device_of(tokens):
-        return _kernels().merge_groups(tokens, weight, size, assignment, stays, leaves, keep_norm)
+        return _kernels().merge_groups(
+            tokens, weight, size, values, assignment, stays, leaves, keep_norm
+        )
 
 
 @merge_groups.register_fake
 def _(
-    tokens: Tensor, _weight: Any, _size: Any, _assignment: Any, stays: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
-    merged = tokens.new_empty(*stays.shape, tokens.shape[2])
-    return merged, tokens.new_empty(stays.shape, dtype=torch.float32)
+    tokens: Tensor,
+    _weight: Any,
+    _size: Any,
+    values: Tensor | None,
+    _assignment: Any,
+    stays: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (b, t, c), p = tokens.shape, stays.shape[1]
+    size = tokens.new_empty(b, p, dtype=torch.float32)
+    if values is None:
+        return tokens.new_empty(b, p, c), size, size.new_empty(0)
+    return tokens.new_empty(b, p, c), size, size.new_empty(b, p - (t - values.shape[1]))
 
 
 @torch.library.custom_op(
@@ -192,24 +207,6 @@ def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     b, t = tokens.shape[:2]
     logits = tokens.new_empty(b, t - arguments[-1], dtype=torch.float32)
     return logits, tokens.new_empty(b, t, dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "ltm::group_means",
-    mutates_args=(),
-    schema="(Tensor values, Tensor weight, Tensor assignment, int num_places) -> Tensor",
-)
-def group_means(values: Tensor, weight: Tensor, assignment: Tensor, num_places: int) -> Tensor:
-    """What the patches that go to a place have on average, by weight, `b n -> b p`."""
-    with torch.cuda.device_of(values):
-        return _kernels().group_means(values, weight, assignment, num_places)
-
-
-@group_means.register_fake
-def _(values: Tensor, _weight: Any, assignment: Tensor, num_places: int) -> Tensor:
-    num_prefix = assignment.shape[1] - values.shape[1]
-    shape = (assignment.shape[0], num_places - num_prefix)
-    return values.new_empty(shape, dtype=torch.float32)
 
 
 @register_flop_formula(torch.ops.ltm.assign)

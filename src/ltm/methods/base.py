@@ -79,17 +79,20 @@ class Hints:
     attention: Float[Tensor, "b t"] | None = None
     """Attention received on average over all tokens."""
     carry: Tensor | None = None
-    """What the previous site of the same stage handed on."""
+    """What the previous site of the same stage handed on: means of its values, or its carry."""
     labels: Int[Tensor, "_"] | None = None
     """True labels, where somebody announced them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Decision:
-    """A merge, and what the next site needs to know about it."""
+    """A merge, and what the next site needs to know about it: one of two things, or nothing."""
 
     merge: Merge
+    values: Float[Tensor, "_ n"] | None = None
+    """A value of every patch before the merge: merged patches carry the means of their members'."""
     carry: Tensor | None = None
+    """About the tokens after the merge, and handed on as it is."""
 
 
 class Merger(nn.Module, ABC):

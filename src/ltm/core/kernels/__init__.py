@@ -7,12 +7,11 @@ from ltm.core.kernels.attention import attention, importance
 from ltm.core.kernels.grids import merge_grid
 from ltm.core.kernels.matching import assign
 from ltm.core.kernels.merging import merge_groups, mix
-from ltm.core.kernels.weighing import group_means, inform
+from ltm.core.kernels.weighing import inform
 
 __all__ = [
     "assign",
     "attention",
-    "group_means",
     "importance",
     "inform",
     "merge_grid",

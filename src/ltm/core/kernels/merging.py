@@ -1,7 +1,7 @@
 """The merge: into the places that a matching gave, or by a constant matrix.
 
-Letters: b images, t tokens with their prefix, p tokens that stay (prefix included), r tokens that
-leave, c channels.
+Letters: b images, t tokens with their k prefix tokens, p tokens that stay (prefix included), r
+tokens that leave, c channels.
 """
 
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
@@ -18,11 +18,12 @@ from ltm.core.kernels.launch import sizes_of
 
 @triton.jit
 def _merge_kernel(
-    tokens, weight, size, assignment, stays, leaves, merged, merged_size, t, p, r, c,
-    weight_stride, size_stride,
-    KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr, LEAVING: tl.constexpr, CHANNELS: tl.constexpr,
+    tokens, weight, size, values, assignment, stays, leaves, merged, merged_size, means, t, p, r, c,
+    k, weight_stride, size_stride, value_stride,
+    KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr, HAS_VALUES: tl.constexpr,
+    LEAVING: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One merged token and its size: of those that leave, only who comes here is read."""
+    """One merged token, its size and value: of those that leave, only who comes here is read."""
     image, place = tl.program_id(0) // p, tl.program_id(0) % p
     weights, sizes = weight + image * weight_stride, size + image * size_stride
     turns, channels = tl.arange(0, LEAVING), tl.arange(0, CHANNELS)
@@ -39,6 +40,12 @@ def _merge_kernel(
     else:
         counted = tl.where(share > 0, 1.0, 0.0) + tl.sum(comes.to(tl.float32), axis=0)
     tl.store(merged_size + image * p + place, counted)
+    if HAS_VALUES:
+        patches = values + image * value_stride - k
+        theirs = tl.load(patches + who, mask=comes, other=0.0).to(tl.float32)
+        value = tl.load(patches + own, mask=place >= k, other=0.0).to(tl.float32)
+        value = (share * value + tl.sum(tl.where(comes, brings * theirs, 0.0), axis=0)) / total
+        tl.store(means + image * (p - k) + place - k, value, mask=place >= k)
     start = tokens + image.to(tl.int64) * t * c + channels
     x = tl.load(start + own * c, mask=channels < c, other=0.0).to(tl.float32)
     largest = tl.where(share > 0, tl.sum(x * x, axis=0), 0.0)
@@ -90,12 +97,13 @@ def merge_groups(
     tokens: Tensor,
     weight: Tensor,
     size: Tensor | None,
+    values: Tensor | None,
     assignment: Tensor,
     stays: Tensor,
     leaves: Tensor,
     keep_norm: bool,
-) -> tuple[Tensor, Tensor]:
-    """Weighted means, of the largest norm of their group if asked for, and how large they are."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted means, of the largest norm of their group if asked for; their sizes and values."""
     b, t, c = tokens.shape
     num_places = stays.shape[1]
     tokens = tokens.contiguous()
@@ -103,15 +111,18 @@ def merge_groups(
     merged_size = torch.empty(b, num_places, device=tokens.device, dtype=torch.float32)
     weight_, weight_stride = sizes_of(weight.float(), merged_size)
     size_, stride = sizes_of(size, merged_size)
+    values_, value_stride = sizes_of(values, merged_size)
+    k = 0 if values is None else t - values.shape[1]
+    means = merged_size.new_empty(0 if values is None else (b, num_places - k))
     num_leaving = leaves.shape[1]
     _merge_kernel[(b * num_places,)](
-        tokens, weight_, size_, assignment, stays, leaves, merged, merged_size,
-        t, num_places, num_leaving, c, weight_stride, stride,
-        KEEP_NORM=keep_norm, HAS_SIZE=size is not None,
+        tokens, weight_, size_, values_, assignment, stays, leaves, merged, merged_size, means,
+        t, num_places, num_leaving, c, k, weight_stride, stride, value_stride,
+        KEEP_NORM=keep_norm, HAS_SIZE=size is not None, HAS_VALUES=values is not None,
         LEAVING=triton.next_power_of_2(max(num_leaving, 1)),
         CHANNELS=triton.next_power_of_2(c), num_warps=1,
     )  # fmt: skip
-    return merged, merged_size
+    return merged, merged_size, means
 
 
 def mix(matrix: Tensor, tokens: Tensor) -> Tensor:

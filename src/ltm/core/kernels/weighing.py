@@ -1,7 +1,6 @@
-"""What tokens weigh by the informative step, and what groups hand on.
+"""What tokens weigh by the informative step.
 
-Letters: b images, t tokens with their k prefix tokens, n patch tokens, p places after a merge, c
-channels, y classes.
+Letters: b images, t tokens with their k prefix tokens, n patch tokens, c channels, y classes.
 """
 
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
@@ -97,24 +96,6 @@ def _inform_kernel(
     tl.store(weight + image * t + everyone, counted, mask=inside)
 
 
-@triton.jit
-def _group_kernel(
-    values, weight, assignment, means, t, k, p, value_stride, weight_stride,
-    TOKENS: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """The mean value of the patches that go to some places, by weight."""
-    image, everyone = tl.program_id(0), tl.arange(0, TOKENS)
-    places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
-    patch = (everyone >= k) & (everyone < t)
-    goes = tl.load(assignment + image * t + everyone, mask=patch, other=-1).to(tl.int32) - k
-    share = tl.load(weight + image * weight_stride + everyone, mask=patch, other=0.0)
-    value = tl.load(values + image * value_stride + everyone - k, mask=patch, other=0.0)
-    share = tl.where(goes[None] == places[:, None], share[None], 0.0)
-    total = tl.maximum(tl.sum(share, axis=1), 1e-12)
-    mean = tl.sum(share * value[None], axis=1) / total
-    tl.store(means + image * p + places, mean, mask=places < p)
-
-
 def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     """The mean patch of every image, by size."""
     b, t, c = tokens.shape
@@ -157,17 +138,3 @@ def inform(
         num_warps=4 if everyone <= 128 else 8,
     )  # fmt: skip
     return logits, weight
-
-
-def group_means(values: Tensor, weight: Tensor, assignment: Tensor, num_places: int) -> Tensor:
-    """What the patches of an image have on average in each place, `b n -> b p`, by weight."""
-    (b, t), n = assignment.shape, values.shape[1]
-    k = t - n
-    means = torch.empty(b, num_places - k, device=values.device, dtype=torch.float32)
-    values_, stride = sizes_of(values.float(), means)
-    weight_, weight_stride = sizes_of(weight.float(), means)
-    _group_kernel[b, triton.cdiv(num_places - k, 16)](
-        values_, weight_, assignment.contiguous(), means, t, k, num_places - k, stride,
-        weight_stride, TOKENS=triton.next_power_of_2(t), PLACES=16, num_warps=1,
-    )  # fmt: skip
-    return means

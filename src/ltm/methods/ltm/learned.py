@@ -86,7 +86,7 @@ class LearnedMerger(LTMMerger):
             merge = self._masked(supports, weight)
             if self.chosen and hints.size is None and isinstance(merge, GridMerge):
                 merge = self._with_sizes(merge, hints)
-        return Decision(merge=merge, carry=None if logits is None else merge.hand_on(logits))
+        return Decision(merge=merge, values=logits)
 
     def _supports(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
         if self.chosen and self._is_planned(num_in, hints.grid_in):

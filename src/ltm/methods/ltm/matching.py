@@ -51,8 +51,7 @@ class MatchingMerger(LTMMerger):
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         logits, weight = self.weigh(tokens, hints)
-        merge = self.merge(tokens, hints, weight)
-        return Decision(merge=merge, carry=None if logits is None else merge.hand_on(logits))
+        return Decision(merge=self.merge(tokens, hints, weight), values=logits)
 
     def weigh(
         self, tokens: Float[Tensor, "b t c"], hints: Hints
