@@ -236,9 +236,14 @@ def main():
             for t, batch in ((17, 2), (74, 18), (140, 18), (172, 2), (200, 18), (300, 2))
         },
         "inform": {
-            **{str(y): inform(y, 18, torch.float32) for y in (3, 70, 150)},
+            **{
+                f"{y} of {images}": inform(y, images, torch.float32)
+                for y in (3, 130, 1000)
+                for images in (1, 2, 17)
+            },
             "autocast": inform(70, 18, torch.float32, autocast=True),
         },
+        "inform half": [*inform(150, 18, torch.float16), *inform(150, 2, torch.float16)],
         "grids": [
             grid((8, 8), (6, 6), 40, weighed=False),
             grid((9, 17), (5, 9), 72, weighed=True),
@@ -255,7 +260,6 @@ def main():
         "models": {name: whole(config, torch.float32) for name, config in MODELS.items()},
     }
     if DEVICE == "cuda":
-        results["inform half"] = inform(150, 18, torch.float16)
         results["half"] = {n: whole(config, torch.float16) for n, config in MODELS.items()}
     json.dump(results, sys.stdout)
 

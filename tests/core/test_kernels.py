@@ -56,7 +56,7 @@ def test_attention_and_importance_agree(found):
 def test_informative_steps_agree(found):
     for case, (logits, weights) in found["inform"].items():
         assert max(logits, weights) < 1e-3, case
-    assert max(found.get("inform half", [0])) < 0.1  # of logits that are one on average
+    assert max(found["inform half"]) < 0.1  # of logits that are one on average
 
 
 def test_grids_agree(found):
