@@ -41,6 +41,14 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layered:
+    """A network whose transformer blocks a table goes through."""
+
+    network: Network
+    num_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Backbone:
     """A backbone of a detector."""
 
@@ -72,10 +80,12 @@ class Scale:
     scratch_ratios: tuple[float, ...]
     bottleneck: tuple[Network, ...]
     bottleneck_epochs: tuple[int, ...]
-    layers: Network
-    num_layers: int
-    """Transformer blocks of `layers`."""
+    by_layer: Layered
+    layers: Layered
+    layer_share: float
+    """What every layer but one keeps of its tokens."""
     layer_ratios: tuple[float, ...]
+    """What that one keeps, in turn."""
     layer_epochs: int
     losses: tuple[Network, ...]
     heatmap: Network

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ltm.experiments.scales.base import Backbone, Network, Scale, Sources
+from ltm.experiments.scales.base import Backbone, Layered, Network, Scale, Sources
 from ltm.training.config import OptimSettings, Settings, TuneSettings
 from ltm.training.detection_config import RECIPES
 from ltm.training.recipes import FINETUNE, SCRATCH
@@ -56,8 +56,9 @@ def paper_scale(sources: Sources) -> Scale:
             networks[name] for name in ("mobilevit_s", "efficientvit_b1_r224", "vit_base")
         ),
         bottleneck_epochs=(1, 10, 50),
-        layers=networks["mobilevit_s"],
-        num_layers=9,
+        by_layer=Layered(network=networks["mobilevit_s"], num_layers=9),
+        layers=Layered(network=networks["mobilevit_s"], num_layers=9),
+        layer_share=0.7,
         layer_ratios=(0.3, 0.5, 0.7, 0.9),
         layer_epochs=50,
         losses=tuple(

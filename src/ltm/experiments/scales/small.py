@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ltm.data.config import AugmentConfig
-from ltm.experiments.scales.base import Backbone, Network, Scale, Sources
+from ltm.experiments.scales.base import Backbone, Layered, Network, Scale, Sources
 from ltm.training.config import (
     MergeSettings,
     ModelSettings,
@@ -62,12 +62,14 @@ def small_scale(sources: Sources) -> Scale:
         scratch_ratios=(0.9, 0.7, 0.5),
         bottleneck=(as_larger, vit),
         bottleneck_epochs=(1, 10),
-        layers=as_larger,
-        num_layers=9,
+        by_layer=Layered(network=as_larger, num_layers=9),
+        # MobileViT's last maps have 2x2 tokens at this size: nothing to choose from.
+        layers=Layered(network=vit, num_layers=12),
+        layer_share=0.9,
         layer_ratios=(0.3, 0.5, 0.7, 0.9),
         layer_epochs=1,
         losses=(mobilevit, efficientvit),
-        heatmap=as_larger,
+        heatmap=vit,
         lora=vit,
         transfer=vit,
         transfer_tune=_transfer(

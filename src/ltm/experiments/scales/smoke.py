@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ltm.data.config import AugmentConfig
-from ltm.experiments.scales.base import Backbone, Network, Scale, Sources
+from ltm.experiments.scales.base import Backbone, Layered, Network, Scale, Sources
 from ltm.training.config import (
     MergeSettings,
     ModelSettings,
@@ -61,8 +61,9 @@ def smoke_scale(_sources: Sources) -> Scale:
         scratch_ratios=(0.8,),
         bottleneck=(vit,),
         bottleneck_epochs=(1,),
-        layers=vit,
-        num_layers=3,
+        by_layer=Layered(network=vit, num_layers=3),
+        layers=Layered(network=vit, num_layers=3),
+        layer_share=0.8,
         layer_ratios=(0.5, 0.8),
         layer_epochs=1,
         losses=(vit,),

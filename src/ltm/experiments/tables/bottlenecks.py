@@ -60,14 +60,15 @@ def finetuned(scale: Scale) -> Table:
     picture = Picture(kind="points", column=f"IB loss @{epochs[-1]}", name="ib-loss")
     return Table(
         columns=tuple(columns), rows=tuple(rows), claims=tuple(claims), pictures=(picture,),
-        notes=(_NOTE,),
+        notes=(_PLACE, _UNITS),
     )  # fmt: skip
 
 
-_NOTE = (
-    "Nats, of the last block, on held-out images; the paper's scale of the bottleneck is not "
-    "stated, so only directions can be compared."
+_UNITS = (
+    "Nats, on held-out images; the paper's scale of the bottleneck is not stated, so only "
+    "directions can be compared."
 )
+_PLACE = "The bottleneck is that of the last block."
 
 
 def scratch(scale: Scale) -> Table:
@@ -88,13 +89,17 @@ def scratch(scale: Scale) -> Table:
     columns = (GMACS, top1(), *(informations(kind) for kind in _INFORMATION))
     picture = Picture(kind="points", column="IB loss", name="ib-loss")
     return Table(
-        columns=columns, rows=tuple(rows), claims=tuple(claims), pictures=(picture,), notes=(_NOTE,)
+        columns=columns,
+        rows=tuple(rows),
+        claims=tuple(claims),
+        pictures=(picture,),
+        notes=(_PLACE, _UNITS),
     )
 
 
 def by_layer(scale: Scale) -> Table:
     """Bottleneck after every layer, a third of the way into training and at its end."""
-    network = scale.layers
+    network, num_layers = scale.by_layer.network, scale.by_layer.num_layers
     end = network.scratch.optim.epochs
     third = max(1, end // 3)
     rows = []
@@ -110,20 +115,17 @@ def by_layer(scale: Scale) -> Table:
         cells = {
             f"{kind} {layer + 1}": cell(measure, jobs, layer)
             for kind, measure in _INFORMATION.items()
-            for layer in range(scale.num_layers)
+            for layer in range(num_layers)
         }
         rows.append(Row(label=name, cells=cells))
     columns = tuple(
-        informations(f"{kind} {layer + 1}")
-        for kind in _INFORMATION
-        for layer in range(scale.num_layers)
+        informations(f"{kind} {layer + 1}") for kind in _INFORMATION for layer in range(num_layers)
     )
-    deep = scale.num_layers
     names = [f"{label(method, network)}, epoch {end}" for method in ("ltm", "none")]
     claims = [
-        claim(rows, names[0], names[1], f"{kind} {deep}", "lower") for kind in _INFORMATION
+        claim(rows, names[0], names[1], f"{kind} {num_layers}", "lower") for kind in _INFORMATION
     ] + [
-        claim(rows, name, name, f"{kind} {deep}", "lower", other_column=f"{kind} 1")
+        claim(rows, name, name, f"{kind} {num_layers}", "lower", other_column=f"{kind} 1")
         for name in names
         for kind in _INFORMATION
     ]
@@ -132,22 +134,22 @@ def by_layer(scale: Scale) -> Table:
         for kind in _INFORMATION
     )
     return Table(columns=columns, rows=tuple(rows), claims=tuple(claims), pictures=pictures,
-                 notes=(_NOTE,))  # fmt: skip
+                 notes=(_UNITS,))  # fmt: skip
 
 
 def layers(scale: Scale) -> Table:
     """One layer at another ratio than the rest."""
-    network, epochs = scale.layers, scale.layer_epochs
+    network, epochs = scale.layers.network, scale.layer_epochs
     rows, columns = [], []
     for ratio in scale.layer_ratios:
         columns += [top1(f"top-1 r={ratio:g}"), informations(f"IB loss r={ratio:g}")]
-    for layer in range(scale.num_layers):
+    for layer in range(scale.layers.num_layers):
         cells: dict[str, Cell] = {}
         for ratio in scale.layer_ratios:
-            changed = None if ratio == scale.ratio else (layer, ratio)
+            changed = None if ratio == scale.layer_share else (layer, ratio)
             jobs = [
                 tuned(network, "ltm", None, epochs, seed, layer=changed,
-                      merge={"per_block": scale.ratio})
+                      merge={"per_block": scale.layer_share})
                 for seed in scale.seeds
             ]  # fmt: skip
             cells[f"top-1 r={ratio:g}"] = cell("top1", jobs)
@@ -167,10 +169,10 @@ def layers(scale: Scale) -> Table:
         notes=(
             (
                 f"{network.label}, fine-tuned for {epochs} epochs; every layer keeps "
-                f"{scale.ratio:g} of its tokens (the letter's ratio, which compounds), one of them "
-                "another share."
+                f"{scale.layer_share:g} of its tokens (the letter's ratio, which compounds), one "
+                "of them another share."
             ),
-            _NOTE,
+            _UNITS,
         ),
     )
 
@@ -179,7 +181,7 @@ def _layer_claims(rows: list[Row], scale: Scale) -> list[Claim]:
     """In the bottom layers, fewer tokens cost accuracy and raise the loss."""
     found: list[Claim] = []
     kinds: tuple[tuple[str, Better], ...] = (("top-1", "lower"), ("IB loss", "higher"))
-    usual, least = f"r={scale.ratio:g}", f"r={min(scale.layer_ratios):g}"
+    usual, least = f"r={scale.layer_share:g}", f"r={min(scale.layer_ratios):g}"
     for made in rows[:5]:
         for kind, expected in kinds:
             first, other = f"{kind} {least}", f"{kind} {usual}"
