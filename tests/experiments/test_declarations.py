@@ -148,16 +148,19 @@ def test_student_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "verdict"),
+    ("ours", "theirs", "paper", "verdict"),
     [
-        ((5.0, 5.1, 5.2), (1.0, 1.1, 1.2), "confirmed"),
-        ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), "not confirmed: the opposite"),
-        ((1.0, 5.0, 1.0), (2.0, 1.0, 4.0), "not confirmed: no clear difference"),
-        ((5.0,), (1.0,), "seen in one run, not tested over seeds"),
-        ((), (1.0, 2.0), "not tested: not run"),
+        ((5.0, 5.1, 5.2), (1.0, 1.1, 1.2), 1.0, "confirmed"),
+        ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), 1.0, "not confirmed: the opposite"),
+        ((1.0, 5.0, 1.0), (2.0, 1.0, 4.0), 1.0, "not confirmed: no clear difference"),
+        ((5.0,), (1.0,), 1.0, "seen in one run, not tested over seeds"),
+        ((), (1.0, 2.0), 1.0, "not tested: not run"),
+        ((4.9, 5.0, 5.1), (5.0, 5.1, 5.2), -0.5, "confirmed"),
+        ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), -0.5, "not confirmed: the difference is larger"),
     ],
 )
-def test_verdicts(ours: tuple, theirs: tuple, verdict: str, place: Place) -> None:
+def test_verdicts(ours: tuple, theirs: tuple, paper: float, verdict: str, place: Place) -> None:
+    """Where the paper itself is below the other, no worse than that is what it claims."""
     jobs = {}
     for name, numbers in (("a", ours), ("b", theirs)):
         made = []
@@ -171,10 +174,11 @@ def test_verdicts(ours: tuple, theirs: tuple, verdict: str, place: Place) -> Non
         columns=(Column(name="n"),),
         rows=tuple(Row(label=name, cells={"n": cell}) for name, cell in jobs.items()),
     )
-    claim = Claim(row="a", other="b", column="n", expected="higher", paper=1.0)
+    claim = Claim(row="a", other="b", column="n", expected="higher", paper=paper)
     found = judge(table, claim, Reader(place.store))
     assert found.verdict == verdict
-    assert found.paper == "+1.00"
+    assert found.paper == f"{paper:+.2f}"
+    assert found.what == f"a is {'higher' if paper > 0 else 'at most 0.5 lower'} than b in n"
 
 
 def test_differences_are_of_the_same_seed(place: Place) -> None:

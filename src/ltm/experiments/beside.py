@@ -2,7 +2,8 @@
 
 Networks and data of the smaller scales are not the paper's, so absolute numbers cannot agree; what
 can is the direction of a difference. A claim is confirmed when our 95% interval lies on its side
-of zero, and not confirmed otherwise.
+of zero, and not confirmed otherwise. Where the paper's own numbers lie on the other side, what it
+claims is to be no worse than that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def beside(tables: Iterable[tuple[Experiment, Table]], store: Store, scale: str)
         (
             f"Scale `{scale}`, written by `ltm table beside` from the saved rows. A claim is a "
             "difference of two rows: confirmed when our 95% interval (over seeds; where there is "
-            "one, over images or rounds of a race) lies on the paper's side of zero."
+            "one, over images or rounds of a race) lies on the paper's side of zero; where the "
+            "paper's own difference is on the other side, when ours is no worse."
         ),
     ]
     reader = Reader(store)
@@ -64,11 +66,18 @@ def judge(table: Table, claim: Claim, reader: Reader) -> Verdict:
 
 
 def _sentence(claim: Claim) -> str:
-    left, right = claim.row, claim.other
+    left, right, how = claim.row, claim.other, claim.expected
+    if _allowance(claim):
+        how = f"at most {_allowance(claim):g} {'lower' if how == 'higher' else 'higher'}"
     if claim.other_column not in (None, claim.column):
-        left, right = f"{left} {claim.column}", f"{right} {claim.other_column}"
-        return f"{left} is {claim.expected} than {right}"
-    return f"{left} is {claim.expected} than {right} in {claim.column}"
+        return f"{left} {claim.column} is {how} than {right} {claim.other_column}"
+    return f"{left} is {how} than {right} in {claim.column}"
+
+
+def _allowance(claim: Claim) -> float:
+    """How much worse the paper's own numbers are than what is expected."""
+    given = (claim.paper or 0.0) * (1 if claim.expected == "higher" else -1)
+    return round(max(0.0, -given), 6)
 
 
 def _difference(found: Found, digits: int) -> str:
@@ -86,12 +95,16 @@ def _verdict(claim: Claim, found: Found) -> str:
     if value is None:
         return f"not tested: {found.problem}"
     if value.low is None or value.high is None:
-        agrees = value.mean > 0 if claim.expected == "higher" else value.mean < 0
+        mean = value.mean if claim.expected == "higher" else -value.mean
+        agrees = mean > -_allowance(claim)
         return f"{'seen' if agrees else 'not seen'} in one run, not tested over seeds"
     low, high = (value.low, value.high) if claim.expected == "higher" else (-value.high, -value.low)
-    if low > 0:
+    allowed = _allowance(claim)
+    if low > -allowed:
         return "confirmed"
-    return "not confirmed: the opposite" if high < 0 else "not confirmed: no clear difference"
+    if high < -allowed:
+        return f"not confirmed: {'the difference is larger' if allowed else 'the opposite'}"
+    return "not confirmed: no clear difference"
 
 
 def _numbers(experiment: Experiment, table: Table, reader: Reader) -> list[str]:

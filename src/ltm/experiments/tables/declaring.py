@@ -43,13 +43,11 @@ def claim(
     *,
     other_column: str | None = None,
 ) -> Claim:
-    """A claim; where the paper prints both numbers they decide what is expected."""
+    """A claim, with the paper's own difference where it prints both numbers."""
     found = {row.label: row.paper for row in rows}
     ours = found.get(first, {}).get(column)
     theirs = found.get(other, {}).get(other_column or column)
     printed = None if ours is None or theirs is None else ours - theirs
-    if printed:
-        expected = "higher" if printed > 0 else "lower"
     return Claim(
         row=first,
         other=other,
