@@ -1,5 +1,7 @@
 """Class statistics of the sites."""
 
+import copy
+
 import pytest
 import torch
 
@@ -80,3 +82,27 @@ def test_the_informative_step_lowers_the_bound():
     direction = step(tokens, size, labels, None)
     assert (bound(1e-2 * direction) < bound(flat) + 1e-7).all()
     assert (bound(1e-2 * direction) < bound(flat)).any()
+
+
+@pytest.mark.parametrize("support", [None, "learned"])
+@pytest.mark.parametrize("name", ["vit", "headless", "swin", "mobilevit"])
+def test_a_model_costs_one_number_whatever_is_known_of_its_classes(name, support, tmp_path):
+    model, images = converted(name, ratio=0.7, support=support), pictures(name)
+
+    def cost():
+        report = ltm.api.report(model)
+        assert round(1e9 * ltm.gmacs(model)) == report.macs_after
+        return report.share
+
+    planned = cost()
+    assert planned <= 0.7
+    resting = ltm.freeze_(copy.deepcopy(model))
+    assert round(1e9 * ltm.gmacs(resting)) == ltm.api.report(resting).macs_after
+    if name != "headless":
+        assert ltm.gmacs(resting) < ltm.gmacs(model)
+        ltm.collect_statistics_(model, [images])
+        assert cost() == planned
+    ltm.freeze_(model)
+    assert cost() <= 0.701
+    ltm.save(model, tmp_path)
+    assert ltm.api.report(ltm.load(tmp_path, toy(name))) == ltm.api.report(model)

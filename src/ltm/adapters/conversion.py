@@ -11,6 +11,7 @@ from torch import nn
 from ltm.adapters.base import Conversion, adapter_of, select_adapter
 from ltm.adapters.planning import Planner
 from ltm.adapters.state import TokenState
+from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.methods.base import Merger, MethodConfig
 
 ATTRIBUTE = "token_merging"
@@ -39,6 +40,14 @@ def revert_(model: nn.Module) -> None:
 def mergers_of(model: nn.Module) -> dict[str, Merger]:
     """The mergers of a converted model, by module path."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Merger)}
+
+
+def macs_of(model: nn.Module, image_size: tuple[int, int]) -> int:
+    """MACs of one image as plans count them: mask modules at work, also before statistics."""
+    shadow = meta_copy(model)
+    for merger in mergers_of(shadow).values():
+        merger.activate_()
+    return count_macs(shadow, meta_images(image_size))
 
 
 @torch.no_grad()

@@ -10,8 +10,14 @@ from typing import Any
 from torch import nn
 
 from ltm.adapters import Conversion
-from ltm.adapters.conversion import ATTRIBUTE, adopt_, convert_, mergers_of, revert_
-from ltm.core.cost import count_macs, meta_copy, meta_images
+from ltm.adapters.conversion import (
+    ATTRIBUTE,
+    adopt_,
+    convert_,
+    macs_of,
+    mergers_of,
+    revert_,
+)
 from ltm.core.schedule import Grid
 from ltm.methods.base import Merger, MethodConfig, Site
 
@@ -120,7 +126,11 @@ def set_conversion(model: nn.Module, conversion: Conversion) -> None:
 
 
 def report(model: nn.Module) -> ConversionReport:
-    """The report of a converted model."""
+    """The report of a converted model.
+
+    Its MACs are those of `gmacs`, with the mask modules at work: a budget that is met here stays
+    met when class statistics are collected. `freeze_` counts anew what it leaves.
+    """
     done = conversion_of(model)
     num_blocks = done.sites[0].depth if done.sites else 0
     return ConversionReport(
@@ -139,9 +149,12 @@ def token_counts(model: nn.Module) -> list[int | Grid]:
 
 
 def gmacs(model: nn.Module, image_size: int | tuple[int, int] | None = None) -> float:
-    """Billions of multiply-adds for one image, converted or not, fused attention included."""
-    size = image_size_of(model, image_size)
-    return count_macs(meta_copy(model), meta_images(size)) / 1e9
+    """Billions of multiply-adds for one image, converted or not, fused attention included.
+
+    Mask modules count as at work, also before class statistics are collected, when informative
+    weights still rest: one number for one model, and that of its `report`.
+    """
+    return macs_of(model, image_size_of(model, image_size)) / 1e9
 
 
 def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) -> tuple[int, int]:
