@@ -70,6 +70,24 @@ def test_a_new_classifier(name):
     ltm.collect_statistics_(model, [(images, torch.tensor([3, 1]))])
 
 
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit"])
+def test_a_new_classifier_is_counted_and_comes_back_from_a_file(name, tmp_path):
+    def fresh():
+        model = toy(name)
+        model.reset_classifier(400)
+        return model
+
+    model = convert(toy(name), name)
+    model.reset_classifier(400)
+    report = ltm.api.report(model)
+    assert report.macs_before == round(1e9 * ltm.gmacs(fresh(), size_of(name)))
+    assert report.macs_after == round(1e9 * ltm.gmacs(model))
+    ltm.save(model, tmp_path)
+    again = ltm.load(tmp_path, fresh())
+    assert ltm.api.report(again) == report
+    assert ltm.token_counts(again) == ltm.token_counts(model)
+
+
 @pytest.mark.parametrize("name", ["vit", "pooled", "swin", "mobilevit", "efficientvit"])
 @pytest.mark.parametrize("method", ["ltm", "tome"])
 def test_gradient_checkpointing_gives_the_same_gradients(name, method):

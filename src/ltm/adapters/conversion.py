@@ -50,6 +50,13 @@ def macs_of(model: nn.Module, image_size: tuple[int, int]) -> int:
     return count_macs(shadow, meta_images(image_size))
 
 
+def macs_without(model: nn.Module, image_size: tuple[int, int]) -> int:
+    """MACs of one image in a converted model as it was before."""
+    shadow = meta_copy(model)
+    revert_(shadow)
+    return count_macs(shadow, meta_images(image_size))
+
+
 @torch.no_grad()
 def adopt_(model: nn.Module, learned: dict[str, Merger]) -> None:
     """Hand what earlier mergers have learned to those that took their places."""
@@ -82,7 +89,7 @@ class Resizable(nn.Module):
         adopt_(self, learned)
 
     def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
-        """Timm's own; class statistics of the old classes are forgotten."""
+        """Timm's own; class statistics of the old classes are forgotten, the cost counted anew."""
         super().reset_classifier(num_classes, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         for merger in mergers_of(self).values():
             merger.reset_classes_(num_classes)
@@ -91,4 +98,6 @@ class Resizable(nn.Module):
             sites = tuple(
                 dataclasses.replace(site, num_classes=num_classes) for site in conversion.sites
             )
-            setattr(self, ATTRIBUTE, dataclasses.replace(conversion, sites=sites))
+            size = conversion.image_size
+            counted = {"macs_before": macs_without(self, size), "macs_after": macs_of(self, size)}
+            setattr(self, ATTRIBUTE, dataclasses.replace(conversion, sites=sites, **counted))
