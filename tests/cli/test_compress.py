@@ -152,6 +152,8 @@ def test_a_run_leaves_a_model_a_card_and_a_report(finished: Path) -> None:
     ]
     card = (finished / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: timm\n")
+    assert "--output finished" in card
+    assert str(finished.parent) not in card
     report = (finished / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?://|<script|src=\"(?!data:)", report)
     assert "ltm compress" in report

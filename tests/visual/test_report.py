@@ -147,6 +147,32 @@ def test_the_card_has_the_hubs_front_matter(comparison: Comparison, tmp_path: Pa
     assert "ltm.load(" in body
 
 
+def test_the_card_names_files_without_the_folders_of_a_machine(
+    comparison: Comparison, tmp_path: Path
+) -> None:
+    command = (
+        "ltm compress --model vit --data '/home/me/my data/val' --weights /home/me/w.safetensors "
+        "--method ltm:sites=1+2 --model-args file=/home/me/w.json --output runs/small"
+    )
+    given = dataclasses.replace(
+        comparison,
+        data="/home/me/my data/val/",
+        command=command,
+        left_out={"ltmp": "no data at /home/me/my data/val/train"},
+    )
+    text = write_card(given, tmp_path).read_text(encoding="utf-8")
+    assert "/home" not in text
+    assert (
+        "ltm compress --model vit --data val --weights w.safetensors --method ltm:sites=1+2 "
+        "--model-args file=w.json --output runs/small"
+    ) in text
+    assert "Data: val" in text
+    assert yaml.safe_load(text.split("---\n")[1])["model-index"][0]["results"][0]["dataset"] == {
+        "name": "val",
+        "type": "val",
+    }
+
+
 def test_curves_show_every_network(comparison: Comparison) -> None:
     points = [
         Point(method=method, cost=cost, accuracy=0.5 + cost / 10)
