@@ -260,6 +260,16 @@ def test_bad_input_is_one_sentence_and_2(
     assert sentence.format(place=place) in error
     assert error.count("\n") == 1
     assert "Traceback" not in error
+    # Broken images are met while evaluating, after the model was saved.
+    assert (tmp_path / "new").exists() == (case == "no image")
+
+
+def test_what_fails_leaves_folders_that_were_there(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for output in ("old", "runs/of/today"):
+        options = ["--data", str(place / "whole"), "--output", str(tmp_path / output)]
+        assert main(["compress", *WORDS, *options, "--ratio", "1.5"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def paint_one(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ltm.cli.images import load_batches, open_images
 from ltm.cli.models import load_model
 from ltm.cli.progress import interruptible
-from ltm.cli.results import open_folder, write_metrics
+from ltm.cli.results import check_folder, write_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,7 +86,7 @@ def calibrate(
         output: folder for the network and metrics.json.
         overwrite: replace another run's results there.
     """
-    open_folder(output, overwrite=overwrite)
+    check_folder(output, overwrite=overwrite)
 
     from ltm import calibration
     from ltm.calibration.settings import MIN_IMAGES, check_budget

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.results import open_folder
+from ltm.cli.results import check_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +96,7 @@ def compress(
     output = (
         output or Path("runs") / f"{name.replace('/', '-')}-{method.partition(':')[0]}-{ratio:g}"
     )
-    open_folder(output, overwrite=overwrite)
+    check_folder(output, overwrite=overwrite)
 
     import torch
 

@@ -11,7 +11,7 @@ from ltm.cli.entrants import set_ltmp_thresholds_
 from ltm.cli.images import load_batches, open_images, sample_images
 from ltm.cli.models import load_model, method_config, num_classes_of, split_methods
 from ltm.cli.progress import Progress
-from ltm.cli.results import open_folder, write_metrics
+from ltm.cli.results import check_folder, write_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,7 +81,7 @@ def evaluate(
         output: folder for metrics.json.
         overwrite: replace another run's results there.
     """
-    open_folder(output, overwrite=overwrite)
+    check_folder(output, overwrite=overwrite)
 
     from ltm.evaluation import accuracy, environment
     from ltm.evaluation.accuracy import as_row

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def open_folder(output: Path | None, *, overwrite: bool = True) -> None:
-    """Make the folder `output` before any work is done, or say that it cannot be one.
+def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
+    """Say before any work is done that `output` cannot be a folder of results; nothing is made.
 
     Without `overwrite` a folder that holds another run's results is refused.
     """
@@ -20,18 +20,34 @@ def open_folder(output: Path | None, *, overwrite: bool = True) -> None:
             f"output {output} holds the results of another run: choose another folder, or use "
             "--overwrite"
         )
+    there = next(folder for folder in (output, *output.parents) if folder.exists())
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise PermissionError(
-            f"output {output} cannot be written to ({error.strerror}): choose another folder"
-        ) from error
+        raise _unwritable(output, error) from error
+
+
+def open_folder(output: Path | None, *, overwrite: bool = True) -> None:
+    """Make the folder `output`, or say as `check_folder` does that it cannot be one."""
+    if output is None:
+        return
+    check_folder(output, overwrite=overwrite)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(output, error) from error
+
+
+def _unwritable(output: Path, error: OSError) -> PermissionError:
+    return PermissionError(
+        f"output {output} cannot be written to ({error.strerror}): choose another folder"
+    )
 
 
 def write_metrics(output: Path | None, metrics: Mapping[str, object]) -> None:
-    """Write `metrics.json` into the folder `output`, if there is one."""
+    """Write `metrics.json` into the folder `output`, if one was asked for."""
     if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
         text = json.dumps(metrics, indent=2)
         (output / "metrics.json").write_text(text + "\n", encoding="utf-8")
