@@ -224,6 +224,16 @@ BAD = {
     "unknown method": (["--method", "tomee"], "method tomee is not known"),
     "unknown peer": (["--compare", "tome,tofuu"], "method tofuu is not known"),
     "impossible ratio": (["--ratio", "1.5"], "ratio: got 1.5"),
+    "no images": (["--images", "0"], "--images is 0: it must be at least 1"),
+    "fewer than no images": (["--images", "-2"], "--images is -2: it must be at least 1"),
+    "fewer than none set aside": (
+        ["--calibration-images", "-1"],
+        "--calibration-images is -1: it must be at least 0",
+    ),
+    "fewer than none measured": (
+        ["--bottleneck-images", "-1"],
+        "--bottleneck-images is -1: it must be at least 0",
+    ),
     "no pictures": (["--pictures", "{place}/nothing.png"], "there is no such image"),
     "no training split": (
         ["--finetune-epochs", "1", "--calibration-images", "40"],

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.images import load_batches, open_images
+from ltm.cli.images import load_batches, open_images, require_least
 from ltm.cli.models import load_model
 from ltm.cli.progress import interruptible
 from ltm.cli.results import check_folder, write_metrics
@@ -96,8 +96,7 @@ def calibrate(
         raise ValueError("budget: give --budget or --budget-ms, one of them")
     if budget is not None:
         check_budget(budget)
-    if images < MIN_IMAGES:
-        raise ValueError(f"images is {images}: at least {MIN_IMAGES} are needed")
+    require_least("images", images, MIN_IMAGES)
     settings = calibration.Settings(
         num_sites=sites,
         multiple=multiple,

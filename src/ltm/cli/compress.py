@@ -101,6 +101,7 @@ def compress(
     import torch
 
     from ltm.cli.compression import Compression, Options
+    from ltm.cli.images import require_least
     from ltm.cli.models import check_classes, load_model, method_config, split_methods
     from ltm.cli.partition import part_images
     from ltm.cli.tuning import require_training_images
@@ -111,6 +112,7 @@ def compress(
     peers = tuple(text for text in split_methods(compare) if text != method)
     for text in peers:
         method_config(text, ratio)
+    require_least("bottleneck-images", bottleneck_images, 0)
     parts = part_images(data, split=split, images=images, calibration_images=calibration_images)
     if finetune_epochs:
         require_training_images(parts, data)

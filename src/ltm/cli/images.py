@@ -10,10 +10,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+def require_least(option: str, number: int | None, least: int = 1) -> None:
+    """Refuse a number of images that is too small, by the name of its option."""
+    if number is not None and number < least:
+        raise ValueError(f"--{option} is {number}: it must be at least {least}")
+
+
 def open_images(source: str, split: str, images: int | None = None) -> Any:
     """The labelled images; what is no image is an error, lest another take its place unnoticed."""
     from ltm.data.classification import open_dataset
 
+    require_least("images", images)
     dataset = open_dataset(source, split=split, max_unreadable=0)
     if images is None:
         return dataset

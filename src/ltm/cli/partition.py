@@ -6,6 +6,8 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ltm.cli.images import require_least
+
 if TYPE_CHECKING:
     from ltm.data.classification import LabelledImages
 
@@ -34,6 +36,8 @@ def part_images(
     """
     from ltm.data.classification import open_dataset
 
+    require_least("images", images)
+    require_least("calibration-images", calibration_images, 0)
     dataset = open_dataset(source, split=split, max_unreadable=0)
     if calibration_images == 0:
         return Partition(
