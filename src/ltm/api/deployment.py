@@ -30,7 +30,8 @@ def freeze_(model: nn.Module) -> nn.Module:
     Masks that do not depend on the image become constants, patches are embedded by a product
     where that is faster, and what only training needs is dropped. Outputs stay as they are in
     evaluation. The MACs in the report are counted anew: weights without statistics cost nothing any
-    more, and a constant mask passes prefix tokens through its product too (less than 0.001 of all).
+    more, but a constant mask of a sequence multiplies its prefix tokens too, which may end slightly
+    above the budget.
     """
     done = conversion_of(model)
     if done.frozen:
