@@ -55,6 +55,13 @@ def converted(network: Network, method: str, ratio: float, seed: int) -> Classif
     return Classifier(settings=settings, start=start, trains=False)
 
 
+def ratio_of(network: Network, method: str, scale: Scale) -> float:
+    """The share of the MACs that LTM keeps, or one of its peers."""
+    if method == "ltm":
+        return network.ratio or scale.ratio
+    return network.peer_ratio or scale.peer_ratio
+
+
 def tuned(
     network: Network, method: str, ratio: float | None, epochs: int, seed: int, **changes: Any
 ) -> Classifier:
@@ -70,6 +77,12 @@ def tuned(
 def from_scratch(network: Network, ratio: float, seed: int) -> Classifier:
     """LTM trained from the beginning."""
     return Classifier(settings=with_seed(with_method(network.scratch, "ltm", ratio), seed))
+
+
+def scratch_jobs(network: Network, scale: Scale) -> list[Classifier]:
+    """LTM trained from the beginning at its usual share, of all seeds."""
+    ratio = ratio_of(network, "ltm", scale)
+    return [from_scratch(network, ratio, seed) for seed in scale.seeds]
 
 
 def bottleneck(job: Classifier, epoch: int | None = None) -> Bottleneck:

@@ -36,8 +36,10 @@ class Network:
     tune: Settings
     pretrained: bool = False
     """The untouched network is a published one and is not trained here."""
+    ratio: float | None = None
+    """Share of the MACs that LTM keeps, where it is not the scale's."""
     peer_ratio: float | None = None
-    """Share of the MACs of the peers, where they cannot reach the scale's."""
+    """Share of the MACs that its peers keep, where it is not the scale's."""
 
 
 @dataclass(frozen=True, kw_only=True)

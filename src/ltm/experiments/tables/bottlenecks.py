@@ -8,9 +8,9 @@ from ltm.experiments.jobs import Classifier
 from ltm.experiments.requests import (
     base_from_scratch,
     bottleneck,
-    from_scratch,
     label,
     paper_label,
+    scratch_jobs,
     tuned,
 )
 from ltm.experiments.scales.base import Network, Scale
@@ -79,7 +79,7 @@ def scratch(scale: Scale) -> Table:
     for network in scale.bottleneck:
         jobs = {method: untrained_jobs(network, method, scale) for method in ("none", "tome")}
         jobs["ltmp"] = tuned_jobs(network, "ltmp", last, scale)
-        jobs["ltm"] = [from_scratch(network, scale.ratio, seed) for seed in scale.seeds]
+        jobs["ltm"] = scratch_jobs(network, scale)
         for method, found in jobs.items():
             cells = {GMACS.name: cell("gmacs", found[:1])} | _cells(found)
             names = label(method, network), paper_label(method, network)
@@ -107,7 +107,7 @@ def by_layer(scale: Scale) -> Table:
         f"{name}, epoch {epoch}": [bottleneck(job, epoch) for job in jobs]
         for name, jobs in (
             (label("none", network), [base_from_scratch(network, s) for s in scale.seeds]),
-            (label("ltm", network), [from_scratch(network, scale.ratio, s) for s in scale.seeds]),
+            (label("ltm", network), scratch_jobs(network, scale)),
         )
         for epoch in dict.fromkeys((third, end))
     }
@@ -201,12 +201,11 @@ def losses(scale: Scale) -> Table:
     rows: list[Row] = []
     claims: list[Claim] = []
     for network in scale.losses:
-        for method in ("none", "ltm"):
-            jobs = [
-                from_scratch(network, scale.ratio, s) if method == "ltm"
-                else base_from_scratch(network, s)
-                for s in scale.seeds
-            ]  # fmt: skip
+        found = {
+            "none": [base_from_scratch(network, seed) for seed in scale.seeds],
+            "ltm": scratch_jobs(network, scale),
+        }
+        for method, jobs in found.items():
             cells = {
                 "training loss": cell("train_loss", jobs),
                 "test loss": cell("loss", jobs),

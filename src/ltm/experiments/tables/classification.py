@@ -11,6 +11,8 @@ from ltm.experiments.requests import (
     from_scratch,
     label,
     paper_label,
+    ratio_of,
+    scratch_jobs,
     seeds_of,
     tuned,
     with_seed,
@@ -22,11 +24,6 @@ from ltm.experiments.tables.declaring import GMACS, PARAMETERS, cell, claim, row
 UNTRAINED = ("none", "tome", "tofu")
 LEARNED = ("ltmp", "ltm")
 PRUNERS = {"s2vite": "S2ViTE", "spvit": "SPViT", "savit": "SAViT"}
-
-
-def ratio_of(network: Network, method: str, scale: Scale) -> float:
-    """LTM's share of the MACs, and that of its peers."""
-    return scale.ratio if method == "ltm" else network.peer_ratio or scale.peer_ratio
 
 
 def untrained_jobs(network: Network, method: str, scale: Scale) -> list[Classifier]:
@@ -54,14 +51,16 @@ def finetune(scale: Scale) -> Table:
     )
     rows: list[Row] = []
     claims: list[Claim] = []
+
+    def shares(network: Network) -> str:
+        ours, theirs = (ratio_of(network, method, scale) for method in ("ltm", "tome"))
+        return f"{network.label} {ours:g} and {theirs:g}"
+
     for network in scale.finetune:
         rows += _finetune_rows(network, scale)
         claims += _finetune_claims(rows, network, epochs)
     notes = (
-        (
-            f"LTM keeps {scale.ratio:g} of the MACs and its peers {scale.peer_ratio:g}, as in the "
-            "paper, or 0.8 where their maps must keep their size (MobileViT, EfficientViT)."
-        ),
+        "Shares of the MACs, LTM and its peers: " + "; ".join(map(shares, scale.finetune)) + ".",
         "Accuracy is that of the last epoch; no epoch is chosen on the images reported on.",
     )
     return Table(
@@ -162,7 +161,7 @@ def scratch(scale: Scale) -> Table:
 
 def _scratch_jobs(network: Network, method: str, scale: Scale) -> list[Classifier]:
     if method == "ltm":
-        return [from_scratch(network, scale.ratio, seed) for seed in scale.seeds]
+        return scratch_jobs(network, scale)
     if method == "ltmp":
         return tuned_jobs(network, method, scale.finetune_epochs[0], scale)
     return untrained_jobs(network, method, scale)

@@ -6,6 +6,7 @@ from ltm.experiments.jobs import Classifier, Heatmap, Race
 from ltm.experiments.requests import (
     base,
     label,
+    ratio_of,
     started,
     tuned,
     with_method,
@@ -15,7 +16,6 @@ from ltm.experiments.scales.base import Scale
 from ltm.experiments.table import Claim, Column, Experiment, Picture, Row, Table
 from ltm.experiments.tables.classification import (
     UNTRAINED,
-    ratio_of,
     tuned_jobs,
     untrained_jobs,
 )
@@ -37,7 +37,7 @@ def heatmaps(scale: Scale) -> Table:
             tuned(
                 network,
                 "ltm",
-                scale.ratio,
+                ratio_of(network, "ltm", scale),
                 epochs,
                 scale.seeds[0],
                 merge={"method_options": chosen},
@@ -90,11 +90,9 @@ def lora(scale: Scale) -> Table:
         top1(),
     )
     rows = []
+    ratio = ratio_of(network, "ltm", scale)
     for name, changes in variants.items():
-        jobs = [
-            tuned(network, "ltm", scale.ratio, epochs, seed, **dict(changes))
-            for seed in scale.seeds
-        ]
+        jobs = [tuned(network, "ltm", ratio, epochs, seed, **dict(changes)) for seed in scale.seeds]
         cells = {
             "trained (K)": cell("trained", jobs[:1]),
             GMACS.name: cell("gmacs", jobs[:1]),
@@ -150,9 +148,8 @@ def throughput(scale: Scale) -> Table:
     for network in scale.races:
         entrants = {m: untrained_jobs(network, m, scale)[0] for m in UNTRAINED}
         entrants["ltm"] = tuned_jobs(network, "ltm", scale.finetune_epochs[0], scale)[0]
-        entrants["static"] = tuned(
-            network, "ltm", scale.ratio, scale.finetune_epochs[0], scale.seeds[0], merge=STATIC
-        )
+        ratio, epochs = ratio_of(network, "ltm", scale), scale.finetune_epochs[0]
+        entrants["static"] = tuned(network, "ltm", ratio, epochs, scale.seeds[0], merge=STATIC)
         races = {
             size: Race(
                 entrants=tuple(entrants.items()),
