@@ -1,5 +1,7 @@
 """timm's own interface on converted models, other input sizes, and what is refused."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -86,6 +88,37 @@ def test_a_new_classifier_is_counted_and_comes_back_from_a_file(name, tmp_path):
     again = ltm.load(tmp_path, fresh())
     assert ltm.api.report(again) == report
     assert ltm.token_counts(again) == ltm.token_counts(model)
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit"])
+@pytest.mark.parametrize("support", [None, "learned"])
+def test_a_new_classifier_of_a_frozen_model(name, support, tmp_path):
+    model, images = toy(name), pictures(name)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.4, support=support), size_of(name))
+    known = copy.deepcopy(model)
+    ltm.freeze_(model).reset_classifier(4)
+    assert ltm.api.report(model).macs_after == round(1e9 * ltm.gmacs(model))
+    ltm.save(model, tmp_path)
+    host = toy(name)
+    host.reset_classifier(4)
+    torch.testing.assert_close(ltm.load(tmp_path, host)(images), model(images))
+    ltm.collect_statistics_(known, [images])
+    with pytest.raises(ValueError, match="before freeze_"):
+        ltm.freeze_(known).reset_classifier(4)
+    assert known(images).shape == toy(name)(images).shape
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_models_of_other_precisions(name, dtype):
+    """What is counted is a copy in single precision."""
+    model, images = toy(name).to(dtype), pictures(name).to(dtype)
+    expected = ltm.merge_tokens_(toy(name), ltm.LTM(per_block=0.4), size_of(name))
+    assert ltm.merge_tokens_(model, ltm.LTM(per_block=0.4), size_of(name)) == expected
+    assert model.eval()(images).dtype == dtype
+    ltm.freeze_(model).reset_classifier(4)
+    assert model(images).dtype == dtype
+    assert ltm.api.report(model).macs_after == round(1e9 * ltm.gmacs(model))
 
 
 @pytest.mark.parametrize("name", ["vit", "pooled", "swin", "mobilevit", "efficientvit"])

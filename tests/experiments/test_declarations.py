@@ -157,6 +157,9 @@ def test_student_interval() -> None:
         ((), (1.0, 2.0), 1.0, "not tested: not run"),
         ((4.9, 5.0, 5.1), (5.0, 5.1, 5.2), -0.5, "confirmed"),
         ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), -0.5, "not confirmed: the difference is larger"),
+        ((4.0, 4.5, 5.0), (5.0, 5.0, 5.0), -0.5, "not confirmed: no clear difference"),
+        ((4.8,), (5.0,), -0.5, "seen in one run, not tested over seeds"),
+        ((4.0,), (5.0,), -0.5, "not seen in one run, not tested over seeds"),
     ],
 )
 def test_verdicts(ours: tuple, theirs: tuple, paper: float, verdict: str, place: Place) -> None:
@@ -178,6 +181,8 @@ def test_verdicts(ours: tuple, theirs: tuple, paper: float, verdict: str, place:
     found = judge(table, claim, Reader(place.store))
     assert found.verdict == verdict
     assert found.paper == f"{paper:+.2f}"
+    turned = Claim(row="b", other="a", column="n", expected="lower", paper=-paper)
+    assert judge(table, turned, Reader(place.store)).verdict == verdict
     assert found.what == f"a is {'higher' if paper > 0 else 'at most 0.5 lower'} than b in n"
 
 

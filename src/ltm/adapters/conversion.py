@@ -89,7 +89,16 @@ class Resizable(nn.Module):
         adopt_(self, learned)
 
     def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
-        """Timm's own; class statistics of the old classes are forgotten, the cost counted anew."""
+        """Timm's own; class statistics of the old classes are forgotten, the cost counted anew.
+
+        Those of a frozen model cannot be: it is refused.
+        """
+        done: Conversion | None = getattr(self, ATTRIBUTE, None)
+        if done is not None and done.frozen and any(m.active for m in mergers_of(self).values()):
+            raise ValueError(
+                "reset_classifier: a frozen model keeps the statistics of its classes; give it its "
+                "new classes before freeze_."
+            )
         super().reset_classifier(num_classes, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         for merger in mergers_of(self).values():
             merger.reset_classes_(num_classes)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
-    """Say before any work is done that `output` cannot be a folder of results; nothing is made.
+    """Say before any work is done that `output` cannot be a folder of results; nothing stays.
 
     Without `overwrite` a folder that holds another run's results is refused.
     """
@@ -20,12 +20,19 @@ def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
             f"output {output} holds the results of another run: choose another folder, or use "
             "--overwrite"
         )
-    there = next(folder for folder in (output, *output.parents) if folder.exists())
+    made: list[Path] = []
     try:
-        with tempfile.TemporaryFile(dir=there):
+        for folder in (*reversed(output.parents), output):
+            if not folder.is_dir():
+                folder.mkdir()
+                made.append(folder)
+        with tempfile.TemporaryFile(dir=output):
             pass
     except OSError as error:
         raise _unwritable(output, error) from error
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
 
 
 def open_folder(output: Path | None, *, overwrite: bool = True) -> None:

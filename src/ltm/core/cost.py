@@ -17,14 +17,21 @@ _PATCHING = threading.RLock()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A structural copy of the model whose tensors live on `meta`: no weight is read or copied."""
+    """A structural copy of the model whose tensors live on `meta`: no weight is read or copied.
+
+    It is of single precision, as its images are, whatever the model's own.
+    """
     memo: dict[int, object] = {}
     for parameter in model.parameters():
-        meta = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(_shape(parameter), parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        memo[id(buffer)] = _shape(buffer)
     return copy.deepcopy(model, memo)
+
+
+def _shape(x: Tensor) -> Tensor:
+    dtype = torch.float32 if x.is_floating_point() else x.dtype
+    return torch.empty_like(x, device="meta", dtype=dtype)
 
 
 def count_macs(meta_model: nn.Module, images: Tensor) -> int:

@@ -10,7 +10,6 @@ from ltm.experiments.scales.base import Backbone, Network, Scale
 from ltm.training.config import Settings
 from ltm.training.detection_config import DetectionSettings
 
-PEERS = ("tome", "tofu", "ltmp")
 NAMES = {"none": "", "tome": "ToMe-", "tofu": "ToFu-", "ltmp": "LTMP-", "ltm": "LTM-"}
 
 
@@ -57,9 +56,7 @@ def converted(network: Network, method: str, ratio: float, seed: int) -> Classif
 
 def ratio_of(network: Network, method: str, scale: Scale) -> float:
     """The share of the MACs that LTM keeps, or one of its peers."""
-    if method == "ltm":
-        return network.ratio or scale.ratio
-    return network.peer_ratio or scale.peer_ratio
+    return network.shares.get(method, scale.ratio if method == "ltm" else scale.peer_ratio)
 
 
 def tuned(

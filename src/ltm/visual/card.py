@@ -55,5 +55,5 @@ def _shortened(text: str, paths: set[str]) -> str:
     """The text with the last name of each of the paths in its place."""
     for path in sorted(paths, key=len, reverse=True):
         name = re.split(r"[/\\]" if "\\" in path else "/", path)[-1]
-        text = re.sub(rf"(?<![\w.]){re.escape(path)}(?!\w)", lambda _, name=name: name, text)
+        text = re.sub(rf"(?<![\w.~/]){re.escape(path)}(?!\w)", lambda _, name=name: name, text)
     return text

@@ -6,7 +6,8 @@ a proof that everything runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ltm.training.config import Settings
@@ -36,10 +37,8 @@ class Network:
     tune: Settings
     pretrained: bool = False
     """The untouched network is a published one and is not trained here."""
-    ratio: float | None = None
-    """Share of the MACs that LTM keeps, where it is not the scale's."""
-    peer_ratio: float | None = None
-    """Share of the MACs that its peers keep, where it is not the scale's."""
+    shares: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What a method keeps of the MACs, where it is not the scale's ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,9 @@ class Scale:
     bottleneck: tuple[Network, ...]
     bottleneck_epochs: tuple[int, ...]
     by_layer: Layered
+    """Whose bottleneck is told after every layer."""
     layers: Layered
+    """Of whose layers one keeps another share."""
     layer_share: float
     """What every layer but one keeps of its tokens."""
     layer_ratios: tuple[float, ...]

@@ -123,8 +123,9 @@ def _network(name: str, data: str) -> Network:
         scratch=scratch,
         tune=tune,
         pretrained=True,
-        ratio=_printed_share("LTM", _LABELS[name]),
-        peer_ratio=_printed_share("ToMe", _LABELS[name]),
+        shares={
+            m.lower(): _printed_share(m, _LABELS[name]) for m in ("LTM", "ToMe", "ToFu", "LTMP")
+        },
     )
 
 

@@ -149,7 +149,7 @@ def _grid(
         stands_for=stands_for,
         scratch=_scratch(model, data, options, lr=lr),
         tune=_tune(model, data),
-        peer_ratio=None if name.startswith("swin") else 0.8,
+        shares={} if name.startswith("swin") else dict.fromkeys(("tome", "tofu", "ltmp"), 0.8),
     )
 
 

@@ -26,12 +26,12 @@ def race(job: Race, place: Place) -> dict[str, Any]:
     errors: dict[str, str] = {}
     for name, entrant in job.entrants:
         model = saved_network(entrant, place)
-        if is_merging(model):
-            freeze_(model)
-        at_its_best_(model)
         images = some_images(placed(entrant, place), model, job.batch_size)
         images = images.to(place.device, dtype)
         try:
+            if is_merging(model):
+                freeze_(model)
+            at_its_best_(model)
             run = _runner(model.to(dtype), job.mode, images)
             run(images)
             runners[name] = run, getattr(run, "images", images)

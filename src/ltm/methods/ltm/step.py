@@ -133,10 +133,10 @@ class LTMMerger(Merger):
         return InformativeStep(self.site.num_classes, self.feature_width(), self.config)
 
     def reset_classes_(self, num_classes: int) -> None:
-        before = self.informative
+        before, dropped = self.informative, self.informative is None and self.site.num_classes > 0
         super().reset_classes_(num_classes)
         self.statistics = None
-        self.informative = self._new_step()
+        self.informative = None if dropped else self._new_step()
         if self.informative is not None and before is not None:
             self.informative.to(before.centroids.device)
             if self.informative.gain is not None and before.gain is not None:
