@@ -71,13 +71,13 @@ def test_a_saved_run_is_drawn_as_it_is_and_many_images_fill_sheets(
     assert main(["visualize", str(place / "images"), *options, "--output", str(tmp_path)]) == 0
     names = sorted(path.name for path in tmp_path.glob("*.png"))
     assert names == [
-        "groups-block-02-1.png",
-        "groups-block-02-2.png",
-        "weights-block-02-1.png",
-        "weights-block-02-2.png",
+        "groups-block-01-1.png",
+        "groups-block-01-2.png",
+        "weights-block-01-1.png",
+        "weights-block-01-2.png",
     ]
     rows = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["tokens"]
-    assert [row["num_tokens"] for row in rows] == [30] * 7
+    assert [row["num_tokens"] for row in rows] == [50] * 7
     assert all(row["target"] == [3, 4] for row in rows)
 
 
@@ -104,3 +104,12 @@ def test_bad_input_is_one_sentence_and_2(
     assert error.startswith("ltm visualize: ")
     assert sentence in error
     assert error.count("\n") == 1
+
+
+def test_the_last_block_of_all_is_drawn_only_where_nothing_else_merges() -> None:
+    from ltm.cli.pictures import telling_block
+
+    for sites, counts, block in (((1, 5), (10, 2), 1), ((5,), (2,), 5)):
+        model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=6)
+        ltm.merge_tokens_(model, ltm.LTM(sites=sites, counts=counts))
+        assert telling_block(model) == block

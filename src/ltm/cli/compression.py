@@ -18,7 +18,7 @@ from ltm.cli.images import load_batches
 from ltm.cli.measurements import BASE, Measurements
 from ltm.cli.models import method_config
 from ltm.cli.partition import Partition
-from ltm.cli.pictures import data_pictures, illustrate, trace_models
+from ltm.cli.pictures import data_pictures, illustrate, telling_block, trace_models
 from ltm.cli.results import write_metrics
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Compression:
 
     def draw(self) -> None:
         """Pictures of what becomes one token."""
-        from ltm.api import conversion_of, image_size_of
+        from ltm.api import image_size_of
         from ltm.data.config import DataConfig
         from ltm.data.transforms import image_spec
         from ltm.visual.curves import display_name
@@ -221,17 +221,15 @@ class Compression:
         base, named = self.models[BASE], self.options.pictures
         if named is None:
             named = tuple(data_pictures(self.images.evaluation))
-        sites = [site for site in conversion_of(self.model).sites if site.merges]
-        if not named or not sites:
+        block = telling_block(self.model)
+        if not named or block is None:
             return
-        # Nobody attends to tokens after the last block: a site there may leave next to none.
-        attended = [site for site in sites if site.block < site.depth - 1] or sites
         config = DataConfig(source=self.options.data, image_size=image_size_of(base)[0])
         names, pictures = zip(*named, strict=True)
         scenes = prepare(pictures, names, image_spec(config, base))
         peers = [name for name in self.models if name not in (BASE, self.options.method)][:1]
         shown = {display_name(name): self.models[name] for name in [*peers, self.options.method]}
-        self.illustrations = illustrate(scenes, trace_models(shown, scenes), attended[-1].block)
+        self.illustrations = illustrate(scenes, trace_models(shown, scenes), block)
 
     def save(self) -> None:
         """Write the model in the layout of timm on the hub, class names included."""

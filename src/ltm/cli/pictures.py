@@ -114,3 +114,15 @@ def illustrate(scenes: Scenes, traces: Traces, block: int) -> list[Illustration]
             caption="The first picture through the blocks.",
         ),
     ]
+
+
+def telling_block(model: nn.Module) -> int | None:
+    """The last merging block whose tokens are attended to; None where nothing merges.
+
+    Nobody attends to tokens after the last block of all: a site there may leave next to none.
+    """
+    from ltm.api import conversion_of
+
+    sites = [site for site in conversion_of(model).sites if site.merges]
+    attended = [site.block for site in sites if site.block < site.depth - 1]
+    return (attended or [site.block for site in sites] or [None])[-1]

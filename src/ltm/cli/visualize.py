@@ -63,7 +63,7 @@ def visualize(
         against: another method to draw beside it, at the same ratio; none for none.
         ratio: share of the multiply-adds that may remain.
         targets: patches as row,column, one for all images or one for each; by default telling ones.
-        sites: blocks to draw: last, all, or numbers such as 3,8.
+        sites: blocks to draw: last (whose tokens are still attended to), all, or numbers: 3,8.
         gif: also write a film through the blocks for every image.
         limit: draw at most so many images.
         num_classes: by default what the weights have.
@@ -75,7 +75,7 @@ def visualize(
     """
     open_folder(output, overwrite=overwrite)
 
-    from ltm.cli.pictures import generated_pictures, read_pictures, trace_models
+    from ltm.cli.pictures import generated_pictures, read_pictures, telling_block, trace_models
     from ltm.data.transforms import image_spec
     from ltm.evaluation.processes import local_device
     from ltm.visual.pictures import prepare
@@ -107,7 +107,7 @@ def visualize(
         first = number * _PER_SHEET
         marks = chosen[first : first + len(sheet)] if len(chosen) > 1 else chosen * len(sheet)
         ending = f"-{number + 1}" if len(named) > _PER_SHEET else ""
-        for block in _blocks(sites, traces):
+        for block in _blocks(sites, traces, telling_block(list(models.values())[-1])):
             written += _draw_block(scenes, traces, block, marks, output=output, ending=ending)
             metrics += _measure(scenes, traces, block, marks)
         if gif:
@@ -150,7 +150,7 @@ def _target(text: str) -> Grid:
     return int(row), int(column)
 
 
-def _blocks(sites: str, traces: Traces) -> list[int]:
+def _blocks(sites: str, traces: Traces, telling: int | None) -> list[int]:
     """The blocks to draw, of those in which something merges."""
     from ltm.visual.groups import merging_blocks
 
@@ -158,7 +158,7 @@ def _blocks(sites: str, traces: Traces) -> list[int]:
     if not own:
         raise ValueError("nothing merges at this ratio: give a smaller one")
     if sites == "last":
-        return own[-1:]
+        return [telling] if telling in own else own[-1:]
     if sites == "all":
         return own
     asked = sites.split(",")

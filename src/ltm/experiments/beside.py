@@ -43,6 +43,8 @@ def beside(tables: Iterable[tuple[Experiment, Table]], store: Store, scale: str)
             "paper's own difference is on the other side, when ours is no worse."
         ),
     ]
+    if scale == "smoke":
+        lines += ["", "Here everything is seen to run; the numbers say nothing about the paper."]
     reader = Reader(store)
     for experiment, table in tables:
         lines += ["", f"### {experiment.item}: {experiment.title} (`{experiment.name}`)", ""]

@@ -69,7 +69,9 @@ def to_markdown(experiment: Experiment, table: Table, reader: Reader, scale: str
             if found is not None and found.problem.startswith("failed"):
                 problems.append(f"- {row.label}, {column.name}: {found.problem}")
         lines.append(line(cells))
-    lines += ["", "Values are means over seeds, with 95% intervals (Student's t)."]
+    several = any(len(cell.jobs) > 1 for row in table.rows for cell in row.cells.values())
+    means = "Values are means over seeds, with 95% intervals (Student's t)."
+    lines += ["", means if several else "One value each: there is one seed."]
     lines += list(table.notes)
     if problems:
         lines += ["", "What failed:", "", *dict.fromkeys(problems)]
