@@ -6,6 +6,7 @@ import json
 import pytest
 import timm
 import torch
+from PIL import Image
 
 import ltm
 from ltm.api.deployment import remember_arguments
@@ -78,6 +79,30 @@ def test_a_timm_model_comes_back_without_a_host(tmp_path):
     assert config["architecture"] == "vit_tiny_patch16_224"
     assert config["token_merging"]["method"] == "ltm"
     assert config["num_classes"] == 7
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:timm.layers.interpolate")  # resizing Swin
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("vit_tiny_patch16_224", 64), ("swin_tiny_patch4_window7_224", 192), ("mobilevit_xxs", 128)],
+)
+def test_images_are_prepared_for_the_size_that_was_converted(name, size, tmp_path):
+    model = timm.create_model(name, num_classes=3).eval()
+    if hasattr(model, "set_input_size"):
+        model.set_input_size(img_size=(size, size))
+    model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "crop_pct": 1.0}
+    ltm.merge_tokens_(model, ltm.ToMe(ratio=0.9), size)
+    ltm.save(model, tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["pretrained_cfg"]["input_size"] == [3, size, size]
+    again = ltm.load(tmp_path)
+    expected = timm.data.resolve_model_data_config(again)
+    assert expected["input_size"] == (3, size, size)
+    assert expected["mean"] == (0.1, 0.2, 0.3)
+    photo = Image.new("RGB", (300, 260), (200, 30, 30))
+    images = timm.data.create_transform(**expected)(photo)[None]
+    with torch.no_grad():
+        assert torch.equal(again(images), model(images))
 
 
 def test_what_does_not_fit_is_said(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
 from ltm.adapters.conversion import macs_of
@@ -62,7 +63,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        **_host_arguments(model),
+        **_host_arguments(model, done.image_size),
         "token_merging": {
             **done.config.to_dict(),
             "image_size": done.image_size,
@@ -100,7 +101,10 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     known = {name: merging.pop(name) for name in _CONVERSION_ENTRIES}
     method = config_from_dict(merging, saved=True)
     if model is None:
-        model = timm.create_model(config["architecture"], **config.get("model_args", {}))
+        arguments = config.get("model_args", {})
+        model = remember_arguments(
+            timm.create_model(config["architecture"], **arguments), arguments
+        )
     exact = dataclasses.replace(
         method,
         ratio=None,
@@ -116,6 +120,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     if known["frozen"]:
         freeze_(model)
     _load_weights_(model, folder)
+    _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))
     return model.eval()
 
 
@@ -141,24 +146,49 @@ def remember_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Mod
     return model
 
 
-def _host_arguments(model: nn.Module) -> dict[str, Any]:
-    """What timm needs to make the host again."""
+def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, Any]:
+    """What timm needs to make the host again, and to prepare its images."""
     host: Any = model
     known = dict(getattr(host, "pretrained_cfg", None) or {})
     arguments: dict[str, Any] = {"num_classes": int(getattr(host, "num_classes", 0) or 0)}
     patch_embed: Any = getattr(host, "patch_embed", None)
     if getattr(patch_embed, "img_size", None):
         arguments["img_size"] = list(patch_embed.img_size)
+    if isinstance(model, SwinTransformer):  # resizing gives it other windows
+        arguments["window_size"] = list(host.layers[0].blocks[0].window_size)
     if isinstance(getattr(host, "global_pool", None), str) and known:
         arguments["global_pool"] = host.global_pool
     made_with: dict[str, Any] = getattr(host, _MADE_WITH, {})
-    arguments |= {n: v for n, v in made_with.items() if isinstance(v, _PLAIN)}
+    # What it has become goes first: it may have been resized since.
+    arguments = {n: v for n, v in made_with.items() if isinstance(v, _PLAIN)} | arguments
     return {
         "architecture": known.get("architecture") or type(model).__name__,
         "num_classes": arguments["num_classes"],
         "model_args": arguments,
-        "pretrained_cfg": {k: v for k, v in known.items() if isinstance(v, _PLAIN)},
+        "pretrained_cfg": _at_size(
+            {k: v for k, v in known.items() if isinstance(v, _PLAIN)}, image_size
+        ),
     }
+
+
+def _at_size(known: dict[str, Any], image_size: tuple[int, int]) -> dict[str, Any]:
+    """What timm knows about a host's images, with the size that it was converted for."""
+    before = tuple(known.get("input_size") or ())
+    if not before or before[-2:] == image_size:
+        return known
+    kept = {k: v for k, v in known.items() if k not in ("test_input_size", "test_crop_pct")}
+    return {**kept, "input_size": (before[0], *image_size)}
+
+
+def _expect_(model: nn.Module, saved: Mapping[str, Any], image_size: tuple[int, int]) -> None:
+    """Let timm's transforms prepare images as they were when the model was saved."""
+    if not saved:
+        return
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+    own: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    gone = {k: None for k in ("test_input_size", "test_crop_pct") if k in own}
+    host: Any = model
+    host.pretrained_cfg = host.default_cfg = _at_size({**own, **gone, **values}, image_size)
 
 
 _PLAIN = (str, int, float, bool, list, tuple, type(None))

@@ -239,7 +239,7 @@ class Compression:
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         # timm does not remember all arguments that a model was made with.
-        config["model_args"] = {**config["model_args"], **self.options.model_args}
+        config["model_args"] = {**self.options.model_args, **config["model_args"]}
         config["label_names"] = list(self.images.evaluation.class_names)
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
