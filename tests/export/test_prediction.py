@@ -55,8 +55,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_paths_come_from_images_folders_lists_and_standard_input(folder: Path) -> None:
     found = list(image_paths([str(folder)]))
-    assert len(found) == 8
-    assert str(folder / "deep" / "er" / "grey.jpg") in found
+    names = [*(f"{value}.png" for value in range(7)), "deep/er/grey.jpg"]
+    assert found == [str(folder / name) for name in names]
     listed = folder / "paths.txt"
     listed.write_text("a.png\n\nb c.png\r\n")
     stdin = io.StringIO("x.png\ny.png\n")
@@ -70,6 +70,15 @@ def test_paths_come_from_images_folders_lists_and_standard_input(folder: Path) -
     check_inputs(["-", str(folder)])
     with pytest.raises(FileNotFoundError, match=r"absent\.png: there is no such image"):
         check_inputs([str(folder), "absent.png"])
+
+
+def test_folders_are_sorted_by_path(tmp_path: Path) -> None:
+    names = ["b.png", "a/2.png", "0500.png", "a/10.png", "a.png", "0000.png", "c/z/1.png"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = list(image_paths([str(tmp_path)]))
+    assert found == [str(path) for path in sorted(tmp_path / name for name in names)]
 
 
 def test_predictions_keep_the_order_and_report_what_cannot_be_read(folder: Path) -> None:

@@ -48,8 +48,9 @@ def predict(
 ) -> None:
     """Predict images: one line each, in order, as JSON or CSV.
 
-    Takes images, folders, text files of paths (.txt), and paths from standard input (-). Memory
-    does not grow with their number. What cannot be read gets a line that says why.
+    Takes images, folders (sorted by path), text files of paths (.txt), and paths from standard
+    input (-). Memory does not grow with their number, but for the names in a folder. What cannot be
+    read gets a line that says why.
 
     Example:
         ltm predict photos/ cat.jpg --run runs/small > predictions.jsonl

@@ -25,8 +25,8 @@ def check_inputs(inputs: Iterable[str]) -> None:
 def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[str]:
     """Paths of images, folders (with all they contain), lists of paths, and `-`, standard input.
 
-    Nothing is collected or sorted: a folder's images come in the order in which it lists them, so
-    that memory does not grow with their number.
+    What is given comes in the order given, what a folder contains sorted by path. Of all the names
+    only those of the folders on the way down are held at a time, of lists one line.
     """
     for name in inputs:
         if name == STDIN:
@@ -49,10 +49,9 @@ def _lines(lines: Iterable[str]) -> Iterator[str]:
 
 def _walk(folder: str) -> Iterator[str]:
     with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from _walk(entry.path)
-            elif PurePath(entry.name).suffix.lower() in EXTENSIONS:
-                yield entry.path
+        found = sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
+    for entry in found:
+        if entry.is_dir():
+            yield from _walk(entry.path)
+        elif PurePath(entry.name).suffix.lower() in EXTENSIONS:
+            yield entry.path
