@@ -1,6 +1,7 @@
 """timm's own interface on converted models, other input sizes, and what is refused."""
 
 import copy
+import re
 
 import pytest
 import timm
@@ -260,3 +261,14 @@ def test_token_space_is_refused_with_its_size():
 def test_half_precision_weights(name):
     model = convert(toy(name), name).bfloat16()
     assert torch.isfinite(model(pictures(name).bfloat16())).all()
+
+
+@pytest.mark.parametrize("method", [ltm.LTM, ltm.ToMe, ltm.ToFu, ltm.LTMP])
+@pytest.mark.parametrize("field", ["ratio", "per_block"])
+@pytest.mark.parametrize("value", ["a", "0.7", [0.7], 1j])
+def test_what_is_no_number_is_no_ratio(method, field, value):
+    config = object.__new__(method)  # under pytest types are checked before the settings see them
+    object.__setattr__(config, field, value)
+    says = re.escape(f"{field}: got {value!r}; it must be a number larger than 0 and at most 1.")
+    with pytest.raises(ValueError, match=says):
+        config.__post_init__()

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -32,7 +33,8 @@ def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
         raise _unwritable(output, error) from error
     finally:
         for folder in reversed(made):
-            folder.rmdir()
+            with suppress(OSError):  # another process may be at work in it
+                folder.rmdir()
 
 
 def open_folder(output: Path | None, *, overwrite: bool = True) -> None:

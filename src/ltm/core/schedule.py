@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from numbers import Real
+from typing import Any, Generic, TypeVar
 
 Grid = tuple[int, int]
 
 
-def require_ratio(name: str, value: float) -> None:
+def require_ratio(name: str, value: Any) -> None:
     """Refuse what is no share of a whole."""
-    if not 0 < value <= 1:
+    if not isinstance(value, Real):
+        raise ValueError(f"{name}: got {value!r}; it must be a number larger than 0 and at most 1.")
+    if not 0 < float(value) <= 1:
         raise ValueError(f"{name}: got {value}; it must be larger than 0 and at most 1.")
 
 
