@@ -234,6 +234,15 @@ BAD = {
         ["--bottleneck-images", "-1"],
         "--bottleneck-images is -1: it must be at least 0",
     ),
+    "patches cut off": (
+        ["--image-size", "50"],
+        "--image-size is 50: it must be a multiple of 4, the side of this network's patches",
+    ),
+    "no size": (["--image-size", "-5"], "--image-size is -5: it must be at least 1"),
+    "what cannot merge": (
+        ["--model", "convnext_tiny", "--model-args", "drop_rate=0.0"],
+        "ConvNeXt has no block that can merge tokens",
+    ),
     "no pictures": (["--pictures", "{place}/nothing.png"], "there is no such image"),
     "no training split": (
         ["--finetune-epochs", "1", "--calibration-images", "40"],

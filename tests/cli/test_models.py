@@ -96,6 +96,20 @@ def test_truncated_weights_are_damaged(weights: Path, tmp_path: Path) -> None:
             "vit_tiny_patch16_244 is not known to timm; did you mean vit_tiny_patch16_224",
         ),
         ({"model": "qqqqqqqq", "untrained": True}, "is not known to timm"),
+        ({"model": "vit_tinny"}, "not known to timm; did you mean vit_tiny_patch16_224, vit_tiny_"),
+        ({"model": "convnext_tiny", "merges": True}, "ConvNeXt has no block that can merge"),
+        ({"model": "convnext_tiny"}, "has no weights yet"),
+        ({"model": "swinv2_tiny_window8_256", "merges": True}, "V2 has no block that can merge"),
+        (
+            {"model": "vit_tiny_patch16_224", "image_size": 225, "weights": Path("no.pth")},
+            "--image-size is 225: it must be a multiple of 16, the side of this network's patches",
+        ),
+        ({"model": "test_vit", "image_size": 0}, "--image-size is 0: it must be at least 1"),
+        ({"run": Path("nowhere"), "image_size": -5}, "--image-size is -5: it must be at least 1"),
+        (
+            {"model": "swin_tiny_patch4_window7_224", "image_size": 8, "untrained": True},
+            "--image-size is 8: this network cannot take it; leave it out, or give a multiple of",
+        ),
         (
             {"model": "test_vit.nothing", "untrained": True},
             "cannot be made: Invalid pretrained tag",
@@ -135,6 +149,22 @@ def test_other_sizes(weights: Path, tmp_path: Path) -> None:
     save_file(small.state_dict(), tmp_path / "small.safetensors")
     model = load_model("test_vit", weights=tmp_path / "small.safetensors", image_size=96).eval()
     torch.testing.assert_close(model(images), small.eval()(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "arguments"),
+    [
+        ("test_vit", 160, []),  # its own
+        ("test_vit", 100, ["dynamic_img_size=True", "dynamic_img_pad=True"]),
+        ("swin_tiny_patch4_window7_224", 100, []),
+        ("mobilevit_xxs", 100, []),
+        ("resnet18", 33, []),
+    ],
+)
+def test_sizes_that_work_are_taken(name: str, size: int, arguments: list[str]) -> None:
+    model = load_model(name, untrained=True, image_size=size, model_args=arguments)
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, size, size)).shape == (1, 1000)
 
 
 def test_networks_of_any_size_note_theirs() -> None:

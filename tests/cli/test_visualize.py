@@ -113,3 +113,21 @@ def test_the_last_block_of_all_is_drawn_only_where_nothing_else_merges() -> None
         model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=6)
         ltm.merge_tokens_(model, ltm.LTM(sites=sites, counts=counts))
         assert telling_block(model) == block
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("convnext_tiny", "model: ConvNeXt has no block that can merge tokens"),
+        ("swinv2_tiny_window8_256", "model: SwinTransformerV2 has no block that can merge tokens"),
+        ("vit_tinny", "model vit_tinny is not known to timm; did you mean vit_tiny_patch16_224"),
+        ("vit_tiny_patch16_224", "has no weights yet: give --pretrained or --weights FILE"),
+    ],
+)
+def test_what_cannot_merge_is_said_before_weights_are_missed(
+    model: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["visualize", "--model", model, "--output", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1

@@ -115,6 +115,7 @@ def calibrate(
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
+        merges=True,
     )
     pictures = read_images(loaded, data, split, images, workers)
     size = (pictures.shape[-2], pictures.shape[-1])

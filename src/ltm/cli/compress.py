@@ -126,6 +126,7 @@ def compress(
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
+        merges=True,
     )
     host = original_of(loaded)
     check_classes(host, parts.evaluation.class_names, data)

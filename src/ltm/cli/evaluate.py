@@ -99,6 +99,7 @@ def evaluate(
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
+        merges=bool(methods) or bottleneck,
     )
     models = {name: m.to(where) for name, m in entrants(loaded, methods, ratio).items()}
     with joined(where) as process:

@@ -90,6 +90,7 @@ def export(
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
+        merges=method is not None,
     )
     if method is not None:
         _merge_(network, method, ratio)

@@ -7,12 +7,19 @@ reads `--methods`. What cannot work is a ValueError or FileNotFoundError of one 
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ltm.cli.hosts import (
+    check_forward,
+    check_host,
+    check_name,
+    check_patches,
+    check_positive,
+    size_refused,
+)
 from ltm.cli.weights import first_line, load_weights_, misfits, read_weights
 
 if TYPE_CHECKING:
@@ -37,6 +44,7 @@ def load_model(
     image_size: int | None = None,
     model_args: Sequence[str] = (),
     untrained: bool = False,
+    merges: bool = False,
 ) -> nn.Module:
     """Make the model that the options name, in evaluation mode.
 
@@ -49,7 +57,9 @@ def load_model(
         image_size: by default what the model was made for.
         model_args: further arguments of the model, such as `depth=4`.
         untrained: allow a model without any weights, where only its speed matters.
+        merges: refuse a model that cannot be converted, before its weights are read.
     """
+    check_positive(image_size)
     if pretrained and weights is not None:
         raise ValueError("pretrained and weights: give one of them, not both")
     if run is not None:
@@ -59,6 +69,7 @@ def load_model(
         return _load_run(run, host)
     if model is None:
         raise ValueError("model: give a timm name with --model, or a saved run with --run")
+    check_host(model, _arguments(model_args, num_classes), image_size, merges=merges)
     if weights is not None:
         built = _with_weights(model, weights, num_classes, image_size, model_args)
     else:
@@ -72,6 +83,7 @@ def load_model(
             resized = _create_resized(model, arguments, image_size)
         built = resized or _create(model, arguments, pretrained=pretrained)
     _resize_(built, image_size)
+    check_forward(built, image_size)
     return built.eval()
 
 
@@ -95,7 +107,7 @@ def _create(
 
     from ltm.api.deployment import remember_arguments
 
-    _check_name(name)
+    check_name(name)
     try:
         model = timm.create_model(name, pretrained=pretrained, **(arguments or {}))
         return remember_arguments(model, arguments or {})
@@ -108,19 +120,6 @@ def _create(
                 "check the network, or give --weights FILE"
             ) from error
         raise ValueError(f"model {name} cannot be made: {first_line(error)}") from error
-
-
-def _check_name(name: str) -> None:
-    import timm
-
-    if name.startswith("ltm_"):
-        import ltm.zoo  # noqa: F401 - registers its names
-    architecture = name.partition(".")[0]
-    if ":" in name or timm.is_model(architecture):
-        return
-    close = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
-    hint = f"; did you mean {', '.join(close)}?" if close else "; timm.list_models() names them"
-    raise ValueError(f"model {name} is not known to timm{hint}")
 
 
 def _arguments(model_args: Sequence[str], num_classes: int | None = None) -> dict[str, Any]:
@@ -139,7 +138,7 @@ def _with_weights(
 ) -> nn.Module:
     from timm.models import get_pretrained_cfg
 
-    _check_name(name)
+    check_name(name)
     weights = read_weights(path)
     known = get_pretrained_cfg(name)
     classifier = None if known is None else known.classifier
@@ -177,14 +176,15 @@ def _resize_(model: nn.Module, image_size: int | None) -> None:
         known = getattr(model, "pretrained_cfg", None) or {}
         host.pretrained_cfg = {**known, "input_size": (3, image_size, image_size)}
         return
+    check_patches(model, image_size)
     if tuple(built) == (image_size, image_size):
         return
     if not hasattr(model, "set_input_size"):
-        raise ValueError(f"image_size is {image_size}: this model takes only {built[0]}")
+        raise ValueError(f"--image-size is {image_size}: this model takes only {built[0]}")
     try:
         host.set_input_size(img_size=(image_size, image_size))
-    except (AssertionError, ValueError) as error:
-        raise ValueError(f"image_size is {image_size}: {first_line(error)}") from error
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise size_refused(image_size) from error
 
 
 def num_classes_of(model: nn.Module) -> int:

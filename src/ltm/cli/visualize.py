@@ -90,6 +90,7 @@ def visualize(
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
+        merges=True,
     )
     models = {name: m.to(where) for name, m in _entrants(loaded, method, against, ratio).items()}
     spec = image_spec(model=loaded)
