@@ -20,6 +20,7 @@ from ltm.evaluation.environment import describe
 from ltm.evaluation.latency import BASE, Conditions, Entrant, Timing, did_not_run, race
 from ltm.evaluation.runners import TrainingStep, fuse_attention_
 from ltm.evaluation.tables import TimingFile
+from ltm.methods import MethodConfig
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +78,26 @@ def test_one_that_fails_does_not_stop_the_others() -> None:
     assert by_name["broken", "eager"].milliseconds is None
     assert "needs a CUDA device" in by_name[BASE, "cudagraph"].error
     assert by_name["other", "eager"].milliseconds
+
+
+class Wrapping(Tiny):
+    """Fails as torch's ONNX exporter does: advice in colours around the cause."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        cause = NotImplementedError("\x1b[1;31mno function\x1b[0m for aten.sort\nand so on")
+        raise RuntimeError("Failed. \x1b[96mThis is step 3/3\x1b[0m of exporting") from cause
+
+
+class Explaining(Tiny):
+    def forward(self, images: Tensor) -> Tensor:
+        raise ValueError("it cannot be captured") from RuntimeError("cudaErrorWhatever")
+
+
+def test_a_row_names_the_cause_in_one_plain_line() -> None:
+    models = entrants(base=Tiny(), wrapping=Wrapping(), explaining=Explaining())
+    _, wrapping, explaining = race(models, Conditions(**QUICK, batch_size=2))
+    assert wrapping.error == "NotImplementedError: no function for aten.sort"
+    assert explaining.error == "ValueError: it cannot be captured"
 
 
 def test_a_race_leaves_the_networks_alone() -> None:
@@ -148,12 +169,21 @@ def test_a_training_step_moves_what_learns() -> None:
     assert torch.equal(model.linear.bias, bias)
 
 
-@pytest.mark.slow
-def test_onnxruntime_says_what_torch_says(unchecked_shapes: None) -> None:
+@pytest.mark.parametrize(
+    "config", [None, ltm.LTM(ratio=0.9), ltm.ToMe(ratio=0.9)], ids=["base", "ltm", "tome"]
+)
+def test_onnxruntime_says_what_torch_says(
+    config: MethodConfig | None, unchecked_shapes: None
+) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model = small_vit()
     images = torch.randn(2, 3, 64, 64)
+    if config is not None:
+        ltm.merge_tokens_(model, config)
+        if isinstance(config, ltm.LTM):
+            ltm.collect_statistics_(model, [images])
+        ltm.freeze_(model)
     run = runners.OnnxForward(model, images)
     with torch.no_grad():
         torch.testing.assert_close(

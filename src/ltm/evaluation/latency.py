@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -24,6 +25,9 @@ BASE = "base"
 """The method's name of the untouched network."""
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""How terminals are told to change colours."""
 
 Scope = Literal["model", "end-to-end", "training"]
 
@@ -279,8 +283,15 @@ def _verdict(entrant: Entrant, ratio: Estimate | None) -> str:
     return "no base to compare with" if ratio is None else verdict(ratio)
 
 
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong in the first place.
+
+    A ValueError is a sentence for users; others may only wrap their cause in advice, as exporters
+    and compilers do.
+    """
+    while error.__cause__ is not None and not isinstance(error, ValueError):
+        error = error.__cause__
+    lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"[:300]
 
 

@@ -7,7 +7,6 @@ session) take batches of the size that they were made with.
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ltm.core.patches import embed_by_product_
+from ltm.core.translation import to_onnx
 
 Runner = Callable[[Tensor], Any]
 
@@ -118,9 +118,9 @@ class OnnxForward:
         options.log_severity_level = 3
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                torch.onnx.export(model, (images,), str(path), dynamo=True, verbose=False)
+            with torch.no_grad():
+                program = torch.export.export(model, (images,))
+            to_onnx(program).save(str(path))
             self.session = onnxruntime.InferenceSession(str(path), options)
         self.input_name = self.session.get_inputs()[0].name
 

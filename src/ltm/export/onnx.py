@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 
+from ltm.core.translation import to_onnx
 from ltm.export.extras import optional
 from ltm.export.information import ModelInformation
 
@@ -25,18 +23,7 @@ def save_onnx(program: ExportedProgram, path: Path, information: ModelInformatio
     """Write a traced network as ONNX with everything needed to use it in its metadata."""
     for package in ("onnx", "onnxscript"):
         optional(package)
-    with warnings.catch_warnings():
-        # The exporter warns of its own deprecations, which are nothing to its users.
-        warnings.simplefilter("ignore")
-        exported = torch.onnx.export(
-            program,
-            dynamo=True,
-            verbose=False,
-            input_names=[INPUT],
-            output_names=[OUTPUT],
-            custom_translation_table=_translations(),
-        )
-    assert exported is not None
+    exported = to_onnx(program, input_names=[INPUT], output_names=[OUTPUT])
     graph_model: Any = exported.model
     _name_nodes_(graph_model)
     _name_batch_(graph_model)
@@ -44,22 +31,6 @@ def save_onnx(program: ExportedProgram, path: Path, information: ModelInformatio
     graph_model.metadata_props.update(information.to_strings())
     exported.save(str(path), external_data=False)
     return path
-
-
-def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    return {torch.ops.aten.sort.stable: _stable_sort}
-
-
-def _stable_sort(
-    values: Any,
-    stable: Any = None,  # noqa: ARG001 - part of the signature
-    dim: int = -1,
-    descending: bool = False,
-) -> Any:
-    """Among equals, TopK takes the lower index first: all of them, sorted, are a stable sort."""
-    op = optional("onnxscript").opset18
-    length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
-    return op.TopK(values, length, axis=dim, largest=int(descending), sorted=1)
 
 
 def _name_nodes_(model: Any) -> None:
