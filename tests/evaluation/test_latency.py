@@ -146,10 +146,14 @@ def test_bad_conditions_are_refused(change: dict[str, Any], sentence: str) -> No
         Conditions(**{**QUICK, "batch_size": 1, **change})
 
 
-def test_swin_gets_fused_attention_and_says_the_same() -> None:
-    swin = timm.create_model(
+def small_swin() -> nn.Module:
+    return timm.create_model(
         "swin_tiny_patch4_window7_224", img_size=56, embed_dim=12, depths=(2,), num_heads=(2,)
     ).eval()
+
+
+def test_swin_gets_fused_attention_and_says_the_same() -> None:
+    swin = small_swin()
     images = torch.randn(2, 3, 56, 56)
     with torch.no_grad():
         plain = swin(images)
@@ -188,6 +192,21 @@ def test_onnxruntime_says_what_torch_says(
     with torch.no_grad():
         torch.testing.assert_close(
             torch.from_numpy(run(images)), model(images), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_onnxruntime_takes_networks_with_fused_attention_and_leaves_it_on(
+    unchecked_shapes: None,
+) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    swin, images = small_swin(), torch.randn(2, 3, 56, 56)
+    fuse_attention_(swin)
+    run = runners.OnnxForward(swin, images)
+    assert all(m.fused_attn for m in swin.modules() if hasattr(m, "fused_attn"))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.from_numpy(run(images)), swin(images), atol=1e-4, rtol=1e-4
         )
 
 

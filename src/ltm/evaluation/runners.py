@@ -7,7 +7,8 @@ session) take batches of the size that they were made with.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class OnnxForward:
         options.log_severity_level = 3
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            with torch.no_grad():
+            with torch.no_grad(), _plain_attention(model):
                 program = torch.export.export(model, (images,))
             to_onnx(program).save(str(path))
             self.session = onnxruntime.InferenceSession(str(path), options)
@@ -126,6 +127,19 @@ class OnnxForward:
 
     def __call__(self, images: Tensor) -> Any:
         return self.session.run(None, {self.input_name: images.numpy()})[0]
+
+
+@contextmanager
+def _plain_attention(model: nn.Module) -> Iterator[None]:
+    """ONNX has no fused attention, and torch cannot translate Swin's."""
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "fused_attn", False)]
+    for layer in layers:
+        layer.fused_attn = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.fused_attn = True
 
 
 MODES: dict[str, Callable[[nn.Module, Tensor], Runner]] = {
