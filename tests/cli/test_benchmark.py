@@ -151,6 +151,44 @@ def test_no_race_starts_after_the_time_is_up(
     assert not (tmp_path / "metrics.json").exists()
 
 
+SWIN = "swin_tiny_patch4_window7_224"
+TOO_ODD = ["--image-size", "230", "--rounds", "2", "--warmup", "1", "--batch-sizes", "1"]
+
+
+def test_a_size_that_the_only_model_cannot_run_on_is_one_sentence_and_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["benchmark", "--models", SWIN, *TOO_ODD]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ltm benchmark: --image-size is 230: it must be a multiple of 4")
+    assert error.count("\n") == 1
+
+
+def test_a_size_that_one_of_several_models_cannot_run_on_is_a_row(tmp_path: Path) -> None:
+    options = [
+        "--models",
+        f"{SWIN},mobilevit_xxs",
+        "--methods",
+        "tome",
+        "--ratio",
+        "0.85",
+        *TOO_ODD,
+    ]
+    assert main(["benchmark", *options, "--output", str(tmp_path)]) == 0
+    refused, *raced = rows_of(tmp_path)
+    assert (refused["model"], refused["method"], refused["verdict"]) == (
+        SWIN,
+        "base",
+        "did not run",
+    )
+    assert "--image-size is 230: it must be a multiple of 4" in refused["error"]
+    assert [(row["model"], row["method"]) for row in raced] == [
+        ("mobilevit_xxs", "base"),
+        ("mobilevit_xxs", "tome"),
+    ]
+    assert all(row["milliseconds"] > 0 for row in raced)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ltm.cli.entrants import Images, Paddock, check_methods
+from ltm.cli.hosts import SizeError
 from ltm.cli.models import load_model, split_methods
 from ltm.cli.results import open_folder
 
@@ -101,16 +102,24 @@ def benchmark(
     began = time.monotonic()
     images = None if data is None else Images(data, split, workers)
     try:
-        for name in [str(run)] if run is not None else split_methods(models):
-            base = load_model(
-                None if run is not None else name,
-                pretrained=pretrained,
-                weights=weights,
-                run=run,
-                image_size=image_size,
-                model_args=model_args,
-                untrained=True,
-            )
+        names = [str(run)] if run is not None else split_methods(models)
+        for name in names:
+            try:
+                base = load_model(
+                    None if run is not None else name,
+                    pretrained=pretrained,
+                    weights=weights,
+                    run=run,
+                    image_size=image_size,
+                    model_args=model_args,
+                    untrained=True,
+                )
+            except SizeError as error:
+                if image_size is None or len(names) == 1:
+                    raise
+                refused = grid.conditions(name, (image_size, image_size), str(where))
+                results.refuse(refused, wanted_modes, str(error))
+                continue
             paddock = Paddock(base, split_methods(methods), ratio, where, images)
             for conditions in grid.conditions(name, paddock.image_size, str(where)):
                 if minutes is not None and time.monotonic() - began > 60 * minutes:
@@ -188,8 +197,7 @@ class Results:
             if not self._held(entrant, conditions, modes):
                 ready.append(entrant)
         rows = [row for row in rows if not self.file.holds(row, self.environment.device)]
-        title = f"{conditions.model}, batch {conditions.batch_size}, {conditions.dtype}"
-        print(f"\n{title}, {conditions.scope}:", flush=True)
+        self._announce(conditions)
         if len(ready) > 1:
             end_to_end = conditions.scope == "end-to-end"
             rows += race(
@@ -201,6 +209,21 @@ class Results:
             )
         elif not rows:
             print("  measured before", flush=True)
+        self._add(rows)
+
+    def refuse(self, races: "Iterable[Conditions]", modes: Sequence[str], reason: str) -> None:
+        """Say of a model that it cannot even run untouched, in a row of each of its races."""
+        from ltm.evaluation.latency import BASE, did_not_run
+
+        for conditions in races:
+            self._announce(conditions)
+            self._add(did_not_run(BASE, None, conditions, modes, reason))
+
+    def _announce(self, conditions: "Conditions") -> None:
+        title = f"{conditions.model}, batch {conditions.batch_size}, {conditions.dtype}"
+        print(f"\n{title}, {conditions.scope}:", flush=True)
+
+    def _add(self, rows: "list[Timing]") -> None:
         self.file.add(rows, self.run)
         for row in rows:
             print(f"  {_line(row)}", flush=True)

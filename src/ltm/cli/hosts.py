@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+class SizeError(ValueError):
+    """A network that does not run on images of the size asked for."""
+
+
 def check_host(
     name: str, arguments: Mapping[str, Any], image_size: int | None = None, *, merges: bool = False
 ) -> None:
@@ -89,7 +93,7 @@ def check_patches(model: nn.Module, image_size: int | None) -> None:
         return
     multiple = math.lcm(*sides)
     if image_size % multiple:
-        raise ValueError(
+        raise SizeError(
             f"--image-size is {image_size}: it must be a multiple of {multiple}, the side of this "
             "network's patches"
         )
@@ -112,9 +116,9 @@ def check_forward(model: nn.Module, image_size: int | None) -> None:
         raise size_refused(image_size) from error
 
 
-def size_refused(image_size: int) -> ValueError:
+def size_refused(image_size: int) -> SizeError:
     """The sentence about a size at which a network fails."""
-    return ValueError(
+    return SizeError(
         f"--image-size is {image_size}: this network cannot take it; leave it out, or give a "
         "multiple of 32"
     )
