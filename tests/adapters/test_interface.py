@@ -91,8 +91,9 @@ def test_a_new_classifier_is_counted_and_comes_back_from_a_file(name, tmp_path):
     assert ltm.token_counts(again) == ltm.token_counts(model)
 
 
-@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit"])
-@pytest.mark.parametrize("support", [None, "learned"])
+@pytest.mark.parametrize(
+    ("name", "support"), [("vit", None), ("vit", "learned"), ("swin", None), ("mobilevit", None)]
+)
 def test_a_new_classifier_of_a_frozen_model(name, support, tmp_path):
     model, images = toy(name), pictures(name)
     ltm.merge_tokens_(model, ltm.LTM(per_block=0.4, support=support), size_of(name))
@@ -109,8 +110,16 @@ def test_a_new_classifier_of_a_frozen_model(name, support, tmp_path):
     assert known(images).shape == toy(name)(images).shape
 
 
-@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("vit", torch.float16),
+        ("vit", torch.float64),
+        ("swin", torch.bfloat16),
+        ("mobilevit", torch.float16),
+        ("efficientvit", torch.bfloat16),
+    ],
+)
 def test_models_of_other_precisions(name, dtype):
     """What is counted is a copy in single precision."""
     model, images = toy(name).to(dtype), pictures(name).to(dtype)

@@ -35,9 +35,17 @@ def freeze_(model: nn.Module) -> nn.Module:
     above the budget.
     """
     done = conversion_of(model)
-    if done.frozen:
-        return model
-    parameter = next(model.parameters())
+    if not done.frozen:
+        _fold_(model)
+        macs_after = macs_of(model, done.image_size)
+        set_conversion(model, dataclasses.replace(done, frozen=True, macs_after=macs_after))
+    return model
+
+
+@torch.no_grad()
+def _fold_(model: nn.Module) -> None:
+    """All of `freeze_` but its counting."""
+    done, parameter = conversion_of(model), next(model.parameters())
     images = parameter.new_zeros(1, 3, *done.image_size)
     model.eval()
     with watching(model) as records:
@@ -49,9 +57,6 @@ def freeze_(model: nn.Module) -> nn.Module:
         merger.freeze_()
         merger.requires_grad_(False)
     embed_by_product_(model)
-    macs_after = macs_of(model, done.image_size)
-    set_conversion(model, dataclasses.replace(done, frozen=True, macs_after=macs_after))
-    return model
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
@@ -118,7 +123,10 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
         if active:
             merger.activate_()
     if known["frozen"]:
-        freeze_(model)
+        _fold_(model)
+        macs = int(known["macs_after"])
+        done = dataclasses.replace(conversion_of(model), frozen=True, macs_after=macs)
+        set_conversion(model, done)
     _load_weights_(model, folder)
     _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))
     return model.eval()
