@@ -138,7 +138,6 @@ def _with_weights(
 ) -> nn.Module:
     from timm.models import get_pretrained_cfg
 
-    check_name(name)
     weights = read_weights(path)
     known = get_pretrained_cfg(name)
     classifier = None if known is None else known.classifier
