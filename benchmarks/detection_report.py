@@ -5,10 +5,10 @@ python benchmarks/detection_report.py LOG [LOG ...] PICTURE       # losses of so
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,5 +79,14 @@ def draw_losses(logs: list[Path], picture: Path) -> None:
     figure.savefig(picture, bbox_inches="tight", dpi=110)
 
 
+def main() -> None:
+    """Draw the losses of some logs."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="what a run printed")
+    parser.add_argument("picture", type=Path, metavar="PICTURE", help="where to draw to (.png)")
+    arguments = parser.parse_args()
+    draw_losses(arguments.logs, arguments.picture)
+
+
 if __name__ == "__main__":
-    draw_losses([Path(log) for log in sys.argv[1:-1]], Path(sys.argv[-1]))
+    main()

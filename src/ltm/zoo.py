@@ -35,8 +35,6 @@ def _register(name: str, host: str) -> None:
     def create(
         pretrained: bool = False, token_merging: MethodConfig | None = None, **arguments: Any
     ) -> nn.Module:
-        for own in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
-            arguments.pop(own, None)
         model = timm.create_model(host, pretrained=pretrained, **arguments)
         merge_tokens_(model, token_merging or LTM(ratio=0.7))
         return model

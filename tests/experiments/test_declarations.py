@@ -9,7 +9,7 @@ import timm
 from torch import nn
 
 from ltm.cli import main
-from ltm.experiments.beside import judge, write_section
+from ltm.experiments.beside import beside, judge, write_section
 from ltm.experiments.jobs import Classifier, _plain, identity, resolved
 from ltm.experiments.measures import MEASURES, correct_flags
 from ltm.experiments.paper import paper_numbers
@@ -88,6 +88,34 @@ def test_comparisons_have_three_seeds() -> None:
     assert len(row.cells["top-1 @10"].jobs) == 3
 
 
+def test_notes_say_what_a_table_is_about() -> None:
+    notes = {name: " ".join(made.declare(SMALL).notes) for name, made in EXPERIMENTS.items()}
+    shares = "ViT-Ti 0.7 and 0.75; MobileViT-XS 0.743 and 0.771 (ToMe, ToFu), 0.8 (LTMP)."
+    assert shares in notes["finetune"]
+    tuned_tables = ("finetune", "sweep", "ib-finetune", "layers", "lora")
+    assert all("draws 5,000 of the training images" in notes[name] for name in tuned_tables)
+    assert "ViT-Ti after 1 epoch, from scratch ViT-Ti/8; GMACs are ViT-Ti's" in notes["sweep"]
+    assert "ViT-Ti does not begin from nothing" in notes["ib-scratch"]
+    assert "LTMP is fine-tuned for 10 epochs; in Table 2 for 1 epoch." in notes["ib-scratch"]
+    assert "The paper's layers are those of MobileViT-S." in notes["layers"]
+    papers = EXPERIMENTS["layers"].declare(make_scale("paper", SOURCES)).notes
+    assert "MobileViT-S." not in " ".join(papers), "there they are the paper's own"
+
+
+def test_beside_has_the_notes_and_leaves_out_rows_of_another_network(place: Place) -> None:
+    names = ("sweep", "layers")
+    tables = {name: EXPERIMENTS[name].declare(SMALL) for name in names}
+    section = beside([(EXPERIMENTS[n], tables[n]) for n in names], place.store, "small")
+    sweep, layers = section.split("### Table 8")
+    for part, name in ((sweep, "sweep"), (layers, "layers")):
+        claims, _, rest = part.partition("not tested: not run |\n\n")
+        assert claims
+        assert all(note in rest for note in tables[name].notes)
+    assert "84.43" in sweep, "the paper's own numbers"
+    assert "this scale has no such row" not in layers
+    assert "None of these rows stands beside one of the paper's" in layers
+
+
 def test_tables_share_jobs() -> None:
     jobs = {n: {identity(j) for j in EXPERIMENTS[n].declare(SMALL).jobs()} for n in EXPERIMENTS}
     network = SMALL.finetune[1]
@@ -154,6 +182,7 @@ def test_student_interval() -> None:
         ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), 1.0, "not confirmed: the opposite"),
         ((1.0, 5.0, 1.0), (2.0, 1.0, 4.0), 1.0, "not confirmed: no clear difference"),
         ((5.0,), (1.0,), 1.0, "seen in one run, not tested over seeds"),
+        ((1.00001,), (1.0,), 1.0, "not seen in one run, not tested over seeds"),
         ((), (1.0, 2.0), 1.0, "not tested: not run"),
         ((4.9, 5.0, 5.1), (5.0, 5.1, 5.2), -0.5, "confirmed"),
         ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), -0.5, "not confirmed: the difference is larger"),

@@ -36,7 +36,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def macs(model: nn.Module) -> int:
-    return count_macs(meta_copy(model), meta_images(SIZE))
+    return count_macs(meta_copy(model), meta_images(model, SIZE))
 
 
 @pytest.mark.parametrize("peer", PEERS)

@@ -142,7 +142,7 @@ def test_the_paper_beside_ours(smoke: Path, tmp_path: Path) -> None:
     assert all(f"(`{name}`)" in text for name in EXPERIMENTS)
     assert "83.74" in text, "the paper's own numbers"
     assert "say nothing about the paper" in text
-    assert "not tested: not part of this scale" in text
+    assert "not tested: this scale has no such row" in text
     assert main(arguments) == 0
     assert page.read_text() == text, "written again, not added"
 

@@ -51,6 +51,7 @@ def beside(tables: Iterable[tuple[Experiment, Table]], store: Store, scale: str)
         verdicts = [judge(table, claim, reader) for claim in table.claims]
         lines += [line(["claim", "paper", "ours", "verdict"]), line(["---"] * 4)]
         lines += [line([v.what, v.paper, v.ours, v.verdict]) for v in verdicts]
+        lines += ["", *table.notes] if table.notes else []
         lines += _numbers(experiment, table, reader)
     return "\n".join(lines) + "\n"
 
@@ -63,7 +64,7 @@ def judge(table: Table, claim: Claim, reader: Reader) -> Verdict:
         what=_sentence(claim),
         paper="stated" if claim.paper is None else f"{claim.paper:+.{max(digits, 2)}f}",
         ours=_difference(found, digits),
-        verdict=_verdict(claim, found),
+        verdict=_verdict(claim, found, digits),
     )
 
 
@@ -92,13 +93,14 @@ def _difference(found: Found, digits: int) -> str:
     return text
 
 
-def _verdict(claim: Claim, found: Found) -> str:
+def _verdict(claim: Claim, found: Found, digits: int) -> str:
     value = found.estimate
     if value is None:
         return f"not tested: {found.problem}"
     if value.low is None or value.high is None:
-        mean = value.mean if claim.expected == "higher" else -value.mean
-        agrees = mean > -_allowance(claim)
+        mean, allowed = value.mean if claim.expected == "higher" else -value.mean, _allowance(claim)
+        # A difference that the table does not show is none.
+        agrees = mean > -allowed if allowed else round(mean, digits) > 0
         return f"{'seen' if agrees else 'not seen'} in one run, not tested over seeds"
     low, high = (value.low, value.high) if claim.expected == "higher" else (-value.high, -value.low)
     allowed = _allowance(claim)
@@ -115,12 +117,14 @@ def _numbers(experiment: Experiment, table: Table, reader: Reader) -> list[str]:
     if not printed:
         return []
     ours = {row.paper_label: row for row in table.rows}
+    if not ours.keys() & printed.keys():
+        return ["", "None of these rows stands beside one of the paper's, which are left out."]
     columns = [c for c in table.columns if any(c.name in numbers for numbers in printed.values())]
     lines = ["", "Paper / ours:", "", line(["paper's row", "ours", *(c.name for c in columns)])]
     lines.append(line(["---"] * (2 + len(columns))))
     for name, numbers in printed.items():
         row = ours.get(name)
-        cells = [name, "not tested: not part of this scale" if row is None else row.label]
+        cells = [name, "not tested: this scale has no such row" if row is None else row.label]
         for column in columns:
             cell = None if row is None else row.cells.get(column.name)
             shown = "-" if cell is None else show(reader.read(cell), column)

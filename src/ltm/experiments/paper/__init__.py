@@ -20,3 +20,13 @@ def paper_numbers(name: str) -> Numbers:
         }
         for row in rows
     }
+
+
+def printed_shares(network: str) -> dict[str, float]:
+    """What each method leaves of a network's MACs in the paper, whose one ratio means many."""
+    printed = paper_numbers("scratch") | paper_numbers("finetune")
+    whole = printed[network]["GMACs"]
+    return {
+        method.lower(): round(printed[f"{method}-{network}"]["GMACs"] / whole, 3)
+        for method in ("LTM", "ToMe", "ToFu", "LTMP")
+    }

@@ -49,7 +49,7 @@ def find_hiddens(model: nn.Module, image_size: tuple[int, int]) -> Hiddens:
     """Look at a network's MBConv blocks; a ValueError where it has none."""
     shadow = meta_copy(model)
     with FlopCounterMode(display=False, depth=100) as counter:
-        run_on_meta(shadow, meta_images(image_size))
+        run_on_meta(shadow, meta_images(shadow, image_size))
     counts: dict[str, Any] = counter.get_flop_counts()
     root = type(shadow).__name__
     blocks = []

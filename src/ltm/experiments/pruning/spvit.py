@@ -105,7 +105,7 @@ def spvit_(
     blocks = [m for m in model.modules() if isinstance(m, EfficientVitBlock)]
     if not blocks:
         raise ValueError("model: it has no EfficientViT blocks, which SPViT is read for here")
-    budget = share * count_macs(meta_copy(model), meta_images(image_size))
+    budget = share * count_macs(meta_copy(model), meta_images(model, image_size))
     device = next(model.parameters()).device
     for block in blocks:
         local: Any = block.local_module
@@ -121,7 +121,7 @@ def spvit_(
 
 def _cost(model: nn.Module, share: float, image_size: tuple[int, int]) -> int:
     _set_share_(model, share)
-    return count_macs(meta_copy(model), meta_images(image_size))
+    return count_macs(meta_copy(model), meta_images(model, image_size))
 
 
 def _set_share_(model: nn.Module, share: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ltm.experiments.paper import paper_numbers
+from ltm.experiments.paper import printed_shares
 from ltm.experiments.scales.base import Backbone, Layered, Network, Scale, Sources
 from ltm.training.config import OptimSettings, Settings, TuneSettings
 from ltm.training.detection_config import RECIPES
@@ -123,16 +123,8 @@ def _network(name: str, data: str) -> Network:
         scratch=scratch,
         tune=tune,
         pretrained=True,
-        shares={
-            m.lower(): _printed_share(m, _LABELS[name]) for m in ("LTM", "ToMe", "ToFu", "LTMP")
-        },
+        shares=printed_shares(_LABELS[name]),
     )
-
-
-def _printed_share(method: str, label: str) -> float:
-    """What a method leaves of a network's MACs in the paper, whose one ratio means many shares."""
-    printed = paper_numbers("scratch") | paper_numbers("finetune")
-    return round(printed[f"{method}-{label}"]["GMACs"] / printed[label]["GMACs"], 3)
 
 
 def _on(settings: Settings, data: str) -> Settings:

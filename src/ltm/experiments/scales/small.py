@@ -1,7 +1,8 @@
 """Small: Tiny-ImageNet, networks of a few million parameters, minutes to an hour on one GPU.
 
-Grid networks are trained here from scratch and stand in for published ones; ViT-Ti starts from
-its ImageNet weights and learns the 200 classes before anything is merged.
+Grid networks are trained here from scratch, stand in for published ones and keep the share of
+the MACs that those have in the paper; ViT-Ti starts from its ImageNet weights and learns the 200
+classes before anything is merged.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ltm.data.config import AugmentConfig
+from ltm.experiments.paper import printed_shares
 from ltm.experiments.scales.base import Backbone, Layered, Network, Scale, Sources
 from ltm.training.config import (
     MergeSettings,
@@ -149,7 +151,7 @@ def _grid(
         stands_for=stands_for,
         scratch=_scratch(model, data, options, lr=lr),
         tune=_tune(model, data),
-        shares={} if name.startswith("swin") else dict.fromkeys(("tome", "tofu", "ltmp"), 0.8),
+        shares=printed_shares(stands_for),
     )
 
 

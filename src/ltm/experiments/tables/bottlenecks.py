@@ -16,7 +16,16 @@ from ltm.experiments.requests import (
 from ltm.experiments.scales.base import Network, Scale
 from ltm.experiments.table import Better, Cell, Claim, Column, Experiment, Picture, Row, Table
 from ltm.experiments.tables.classification import tuned_jobs, untrained_jobs
-from ltm.experiments.tables.declaring import GMACS, cell, claim, informations, row, top1
+from ltm.experiments.tables.declaring import (
+    GMACS,
+    cell,
+    claim,
+    epoch_notes,
+    informations,
+    number_of_epochs,
+    row,
+    top1,
+)
 
 _INFORMATION = {"IB bound": "ib_bound", "IB loss": "ib_loss"}
 
@@ -60,7 +69,7 @@ def finetuned(scale: Scale) -> Table:
     picture = Picture(kind="points", column=f"IB loss @{epochs[-1]}", name="ib-loss")
     return Table(
         columns=tuple(columns), rows=tuple(rows), claims=tuple(claims), pictures=(picture,),
-        notes=(_PLACE, _UNITS),
+        notes=(_PLACE, _UNITS, *epoch_notes(scale.bottleneck[0])),
     )  # fmt: skip
 
 
@@ -68,6 +77,8 @@ _UNITS = (
     "Nats, on held-out images; the paper's scale of the bottleneck is not stated, so only "
     "directions can be compared."
 )
+_LAYERS_OF = "MobileViT-S"
+"""The network whose layers the paper's table goes through."""
 _PLACE = "The bottleneck is that of the last block."
 
 
@@ -93,8 +104,23 @@ def scratch(scale: Scale) -> Table:
         rows=tuple(rows),
         claims=tuple(claims),
         pictures=(picture,),
-        notes=(_PLACE, _UNITS),
+        notes=(_PLACE, _UNITS, *_scratch_notes(scale)),
     )
+
+
+def _scratch_notes(scale: Scale) -> list[str]:
+    """Who does not begin from nothing, and how long LTMP is fine-tuned."""
+    first, last = scale.finetune_epochs[0], scale.bottleneck_epochs[-1]
+    notes = [
+        f"{network.label} does not begin from nothing: it starts from published weights, and LTM "
+        "trains all of them."
+        for network in scale.bottleneck
+        if network.scratch.model.pretrained or network.scratch.model.weights
+    ]
+    if first != last:
+        epochs = number_of_epochs(last)
+        notes.append(f"LTMP is fine-tuned for {epochs}; in Table 2 for {number_of_epochs(first)}.")
+    return notes
 
 
 def by_layer(scale: Scale) -> Table:
@@ -140,6 +166,7 @@ def by_layer(scale: Scale) -> Table:
 def layers(scale: Scale) -> Table:
     """One layer at another ratio than the rest."""
     network, epochs = scale.layers.network, scale.layer_epochs
+    is_papers = network.stands_for == _LAYERS_OF
     rows, columns = [], []
     for ratio in scale.layer_ratios:
         columns += [top1(f"top-1 r={ratio:g}"), informations(f"IB loss r={ratio:g}")]
@@ -157,7 +184,7 @@ def layers(scale: Scale) -> Table:
                 "ib_loss", [bottleneck(job) for job in jobs], layer
             )
         name = f"layer {layer + 1}"
-        printed = name if network.stands_for == "MobileViT-S" else ""  # the paper's network
+        printed = name if is_papers else ""
         rows.append(row("layers", name, printed, cells))
     return Table(
         columns=tuple(columns),
@@ -169,10 +196,12 @@ def layers(scale: Scale) -> Table:
         ),
         notes=(
             (
-                f"{network.label}, fine-tuned for {epochs} epochs; every layer keeps "
+                f"{network.label}, fine-tuned for {number_of_epochs(epochs)}; every layer keeps "
                 f"{scale.layer_share:g} of its tokens (the letter's ratio, which compounds), one "
                 "of them another share."
             ),
+            *epoch_notes(network),
+            *([] if is_papers else [f"The paper's layers are those of {_LAYERS_OF}."]),
             _UNITS,
         ),
     )

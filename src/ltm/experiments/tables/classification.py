@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ltm.experiments.jobs import Classifier, Pruned, Race
 from ltm.experiments.requests import (
+    NAMES,
     base,
     converted,
     from_scratch,
@@ -19,7 +20,16 @@ from ltm.experiments.requests import (
 )
 from ltm.experiments.scales.base import Network, Scale
 from ltm.experiments.table import Cell, Claim, Column, Experiment, Picture, Row, Table
-from ltm.experiments.tables.declaring import GMACS, PARAMETERS, cell, claim, row, top1
+from ltm.experiments.tables.declaring import (
+    GMACS,
+    PARAMETERS,
+    cell,
+    claim,
+    epoch_notes,
+    number_of_epochs,
+    row,
+    top1,
+)
 
 UNTRAINED = ("none", "tome", "tofu")
 LEARNED = ("ltmp", "ltm")
@@ -52,15 +62,13 @@ def finetune(scale: Scale) -> Table:
     rows: list[Row] = []
     claims: list[Claim] = []
 
-    def shares(network: Network) -> str:
-        ours, theirs = (ratio_of(network, method, scale) for method in ("ltm", "tome"))
-        return f"{network.label} {ours:g} and {theirs:g}"
-
     for network in scale.finetune:
         rows += _finetune_rows(network, scale)
         claims += _finetune_claims(rows, network, epochs)
+    shares = "; ".join(_shares(network, scale) for network in scale.finetune)
     notes = (
-        "Shares of the MACs, LTM and its peers: " + "; ".join(map(shares, scale.finetune)) + ".",
+        f"Shares of the MACs that are asked for, LTM and its peers: {shares}.",
+        *epoch_notes(scale.finetune[0]),
         "Accuracy is that of the last epoch; no epoch is chosen on the images reported on.",
     )
     return Table(
@@ -70,6 +78,19 @@ def finetune(scale: Scale) -> Table:
         pictures=(Picture(kind="points", column=f"top-1 @{epochs[-1]}", name="top1"),),
         notes=notes,
     )
+
+
+def _shares(network: Network, scale: Scale) -> str:
+    """What LTM keeps, then what its peers keep, by name where they differ."""
+    theirs: dict[float, list[str]] = {}
+    for method in ("tome", "tofu", "ltmp"):
+        name = NAMES[method].rstrip("-")
+        theirs.setdefault(ratio_of(network, method, scale), []).append(name)
+    peers = [
+        f"{share:g}" if len(theirs) == 1 else f"{share:g} ({', '.join(names)})"
+        for share, names in theirs.items()
+    ]
+    return f"{network.label} {ratio_of(network, 'ltm', scale):g} and {', '.join(peers)}"
 
 
 def _finetune_rows(network: Network, scale: Scale) -> list[Row]:
@@ -196,8 +217,8 @@ def sweep(scale: Scale) -> Table:
         jobs = [base(other, seed) for seed in scale.seeds]
         cells["from scratch"] = cell("top1", jobs)
     rows = [row("sweep", network.label, "ViT-B", cells)]
+    epochs = scale.finetune_epochs[0 if scale.name == "small" else -1]
     for ratio in scale.ratios:
-        epochs = scale.finetune_epochs[0 if scale.name == "small" else -1]
         jobs = [tuned(network, "ltm", ratio, epochs, seed) for seed in scale.seeds]
         cells = {GMACS.name: cell("gmacs", jobs[:1]), "fine-tuned": cell("top1", jobs)}
         if other is not None and ratio in scale.scratch_ratios:
@@ -215,12 +236,16 @@ def sweep(scale: Scale) -> Table:
         rows=tuple(rows),
         claims=tuple(claims),
         pictures=(Picture(kind="cost", column="fine-tuned", name="sweep"),),
-        notes=tuple(
-            [f"Fine-tuned is {network.label}, from scratch {other.label}."]
-            if other is not None and other.label != network.label
-            else []
-        ),
+        notes=(*_sweep_notes(network, other, epochs), *epoch_notes(network)),
     )
+
+
+def _sweep_notes(network: Network, other: Network | None, epochs: int) -> list[str]:
+    """Which networks and epochs the two columns are about."""
+    what = f"Fine-tuned is {network.label} after {number_of_epochs(epochs)}"
+    if other is None or other.label == network.label:
+        return [f"{what}."]
+    return [f"{what}, from scratch {other.label}; GMACs are {network.label}'s."]
 
 
 EXPERIMENTS = (

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ltm.experiments.jobs import Job
 from ltm.experiments.measures import Of
 from ltm.experiments.paper import paper_numbers
+from ltm.experiments.scales.base import Network
 from ltm.experiments.table import Better, Cell, Claim, Column, Row
 
 PARAMETERS = Column(name="params (M)")
@@ -56,3 +57,14 @@ def claim(
         expected=expected,
         paper=printed,
     )
+
+
+def number_of_epochs(number: int) -> str:
+    """A number of epochs in words."""
+    return f"{number} epoch" if number == 1 else f"{number} epochs"
+
+
+def epoch_notes(network: Network) -> tuple[str, ...]:
+    """What an epoch of fine-tuning is, where it is not all images."""
+    drawn = network.tune.data.epoch_images
+    return (f"An epoch of fine-tuning draws {drawn:,} of the training images.",) if drawn else ()

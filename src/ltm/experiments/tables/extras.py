@@ -19,7 +19,7 @@ from ltm.experiments.tables.classification import (
     tuned_jobs,
     untrained_jobs,
 )
-from ltm.experiments.tables.declaring import GMACS, cell, claim, top1
+from ltm.experiments.tables.declaring import GMACS, cell, claim, epoch_notes, top1
 
 STATIC = {"method_options": ("support=learned", "weights=uniform")}
 
@@ -111,7 +111,7 @@ def lora(scale: Scale) -> Table:
         rows=tuple(rows),
         claims=claims,
         pictures=(Picture(kind="points", column="top-1", name="top1"),),
-        notes=(f"{epochs} epochs each, from the same network.",),
+        notes=(f"{epochs} epochs each, from the same network.", *epoch_notes(network)),
     )
 
 
