@@ -128,6 +128,22 @@ def compare(
     return found
 
 
+def repeat():
+    """Many images in half precision: whether every call says the same, and how far it is right."""
+    torch.manual_seed(0)
+    tokens = torch.randn(128, 197, 384, device=DEVICE, dtype=torch.float16)
+    attention = torch.rand(128, 197, device=DEVICE)
+    patches = Patches(tokens=tokens[:, 1:].float(), size=None, attention=attention[:, 1:])
+    match = match_least_harm(patches, 60, protection=1.0, alternate=False, num_prefix=1)
+    expected = merge_in_order(match, torch.ones_like(attention)).assignment
+    found = [
+        kernels.assign(tokens, None, attention, None, 60, 1, 1.0, 0.0, 1e-4, prune=False)[0]
+        for _ in range(20)
+    ]
+    same = all(bool((other == found[0]).all()) for other in found)
+    return [same, float((found[0] == expected).float().mean())]
+
+
 def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
     """Attention and importance against torch's own, in float32: the largest difference of each."""
     torch.manual_seed(0)
@@ -211,6 +227,26 @@ def whole(config, dtype, family="vit"):
     return [*differences, count.get_total_flops() / plain_count.get_total_flops()]
 
 
+@torch.no_grad()
+def captured(config):
+    """A CUDA graph of a network, whose branches run side by side, against the plain path."""
+    model, images = toy("vit").to(DEVICE), pictures("vit", batch=3).to(DEVICE)
+    ltm.merge_tokens_(model, config, size_of("vit"))
+    ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
+    expected = model(images)
+    fused.enable()
+    try:
+        model(images)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = model(images)
+        for _ in range(20):
+            graph.replay()
+    finally:
+        fused.enable(False)
+    return float((outputs - expected).norm() / expected.norm())
+
+
 def learns(config):
     """What trains on a frozen network: its gradients while the kernels are on, and without."""
     model, images = toy("vit").to(DEVICE), pictures("vit", batch=3).to(DEVICE)
@@ -266,6 +302,8 @@ def main():
     }
     if DEVICE == "cuda":
         results["half"] = {n: whole(config, torch.float16) for n, config in MODELS.items()}
+        results["repeated"] = repeat()
+        results["captured"] = {n: captured(MODELS[n]) for n in ("informative", "operators")}
     json.dump(results, sys.stdout)
 
 

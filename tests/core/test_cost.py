@@ -1,10 +1,11 @@
 """Counting MACs."""
 
+import pytest
 import timm
 import torch
 
 import ltm
-from ltm.core.cost import count_macs, evaluating, meta_copy, meta_images
+from ltm.core.cost import channels_of, count_macs, evaluating, meta_copy, meta_images
 
 
 def test_known_networks():
@@ -20,7 +21,7 @@ def test_a_meta_copy_holds_nothing_and_changes_nothing():
     twin = meta_copy(model)
     assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    macs = count_macs(twin, meta_images((224, 224)))
+    macs = count_macs(twin, meta_images(twin, (224, 224)))
     assert macs > 1e9
     assert all(module.training for module in twin.modules())
 
@@ -30,3 +31,14 @@ def test_modes_come_back():
     with evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [m.training for m in model.modules()] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mobilevit_xxs"]
+)
+def test_images_have_the_channels_that_a_network_takes(name):
+    with torch.device("meta"):
+        grey, coloured, wide = (timm.create_model(name, in_chans=n) for n in (1, 3, 4))
+    assert [channels_of(model) for model in (grey, coloured, wide)] == [1, 3, 4]
+    assert ltm.gmacs(grey) < ltm.gmacs(coloured) < ltm.gmacs(wide)
+    assert channels_of(torch.nn.Linear(2, 2)) == 3

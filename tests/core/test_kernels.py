@@ -45,6 +45,14 @@ def test_decisions_are_the_same_and_weights_and_merged_tokens_agree(found):
         assert case["weights"] < 1e-5, name
 
 
+def test_many_images_in_half_precision_are_decided_alike_every_time(found):
+    if "repeated" not in found:
+        pytest.skip("no CUDA device")
+    same, right = found["repeated"]
+    assert same
+    assert right > 0.98  # a token that leaves earlier or later moves the places after it
+
+
 def test_attention_and_importance_agree(found):
     for num_tokens, (attention, importance) in found["attention"].items():
         assert attention < 1e-5, num_tokens
@@ -76,6 +84,8 @@ def test_networks_agree(found):
     for name, (difference, plain, _) in found.get("half", {}).items():
         # Rounding alone can change who leaves: then the plain path differs as much.
         assert difference < max(1e-2, 1.5 * plain), name
+    for name, difference in found.get("captured", {}).items():
+        assert difference < 1e-5, name
 
 
 def test_what_trains_on_a_frozen_network_has_the_gradients_of_the_plain_path(found):

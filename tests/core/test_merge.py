@@ -179,3 +179,27 @@ def test_a_token_that_goes_nowhere_leaves_gradients_as_they_are():
     rows = torch.tensor([[1.0], [0.0]], requires_grad=True)
     GridMerge(rows=rows, columns=torch.eye(2)).sizes(torch.ones(1, 4)).sum().backward()
     assert rows.grad.abs().max() <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_weights_of_a_grid_fit_into_half_precision(dtype):
+    weight = 4 * (8 * torch.rand(B, 48)).exp()
+    weight[0] = 4 * torch.tensor(8.0).exp()
+    grid = grid_merge(weight, K)
+    x, y = torch.randn(B, 48 + K, C), torch.randn(B, 20 + K, C)
+    close = {"atol": 0.05, "rtol": 0.02}
+    torch.testing.assert_close(grid(x.to(dtype)).float(), grid(x), **close)
+    torch.testing.assert_close(grid.restore(y.to(dtype)).float(), grid.restore(y), **close)
+    same = torch.full((B, 48 + K, C), 3.0, dtype=dtype)
+    torch.testing.assert_close(grid(same), torch.full((B, 20 + K, C), 3.0, dtype=dtype))
+
+
+def test_the_scale_of_a_grids_weights_is_free():
+    weight, x = torch.rand(B, 48).double() + 0.1, torch.randn(B, 48, C).double()
+    weight.requires_grad_()
+    small, large = grid_merge(weight * 1e-9)(x), grid_merge(weight * 1e9)(x)
+    torch.testing.assert_close(small, large)
+    (scaled,) = torch.autograd.grad(small[0, 0, 0], weight)
+    mask = DenseMerge.from_support(torch.kron(*supports(6, 8, 4, 5)), weight).mask
+    (expected,) = torch.autograd.grad((mask.mT @ x)[0, 0, 0], weight)
+    torch.testing.assert_close(scaled, expected)

@@ -222,12 +222,22 @@ def test_who_is_alone_in_a_group_and_the_prefix_stay_exactly_as_they_are():
         ({"operators": ("norm",)}, "operators: got 1 of them, and sites=None"),
         ({"operators": ("norm",), "sites": (1, 2)}, "one per site"),
         ({"protections": (1.0, 1.0), "sites": (2, 1)}, "ascending"),
-        ({"operators": ("average",), "sites": (1,)}, "got 'average'; choose from merge, norm"),
+        ({"operators": ("average",), "sites": (1,)}, "each 'merge' or 'norm' or 'prune"),
         ({"protections": (-1.0,), "sites": (1,)}, "must not be negative"),
         ({"protection": -0.1}, "must not be negative"),
         ({"attended": -0.1}, "attended: got -0.1; it must not be negative"),
         ({"size_power": -0.1}, "size_power: got -0.1; it must not be negative"),
         ({"operators": ("norm",), "sites": (1,), "support": "learned"}, "support='matching'"),
+        (
+            {"support": "learnt"},
+            "support: got 'learnt'; it must be 'matching' or 'learned', or None",
+        ),
+        ({"eta": "a"}, "eta: got 'a'; it must be a number"),
+        ({"gain": float("nan")}, "gain: got nan; it must be a number"),
+        ({"mlp": "yes"}, "mlp: got 'yes'; it must be True or False"),
+        ({"ratio": True}, "ratio: got True; it must be a number, or None"),
+        ({"sites": (1.5,)}, "sites: got .*; it must be a sequence, each a whole number, or None"),
+        ({"counts": ((7, 7), (5,))}, "each a whole number or .a whole number, a whole number., or"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -65,9 +65,15 @@ def _autocast(device_type: str, *args: Any, **options: Any) -> AbstractContextMa
     return torch.amp.autocast(device_type, *args, **options)
 
 
-def meta_images(image_size: tuple[int, int], channels: int = 3) -> Tensor:
-    """One image's shape, on `meta`."""
-    return torch.empty(1, channels, *image_size, device="meta")
+def meta_images(model: nn.Module, image_size: tuple[int, int]) -> Tensor:
+    """The shape of one image that a model takes, on `meta`."""
+    return torch.empty(1, channels_of(model), *image_size, device="meta")
+
+
+def channels_of(model: nn.Module) -> int:
+    """The channels of the images that a network takes: those of its first convolution."""
+    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    return next((conv.in_channels for conv in convolutions), 3)
 
 
 @contextmanager

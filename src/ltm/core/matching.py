@@ -78,7 +78,7 @@ def match_alternate(
     rank = None
     if num_prefix:
         chosen = best.topk(num_leaving, dim=1).indices
-        leaves[:, ::2] = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, True)
+        leaves[:, ::2] = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, 1)
     else:
         rank = torch.zeros_like(target)
         rank[:, ::2] = best.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
@@ -131,7 +131,7 @@ def match_freely(
         best = best - penalty
     best[:, :num_prefix] = -torch.inf
     chosen = best.topk(num_leaving, dim=1).indices
-    leaves = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, True)
+    leaves = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, 1)
     target = scores.masked_fill(leaves[:, None, :], -torch.inf).argmax(dim=-1)
     return Match(leaves=leaves, target=target, num_leaving=num_leaving, num_prefix=num_prefix)
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ltm.core import fused, operators
 
-_TINY = 1e-6
-
 
 class Merged(NamedTuple):
     """What comes out of a merge."""
@@ -103,6 +101,11 @@ def _over(mask: Tensor, total: Tensor) -> Tensor:
     A small number in place of a total of zero would leave the value and not its gradient.
     """
     return mask / torch.where(total > 0, total, 1.0)
+
+
+def _at_most_one(weight: Tensor) -> Tensor:
+    """Weights of tokens, `b n 1`, of which only the ratios count: half precision holds them."""
+    return weight / weight.detach().amax(dim=1, keepdim=True)
 
 
 def _beside_prefix(x: Tensor, num_prefix: int, merged: Tensor) -> Tensor:
@@ -197,9 +200,9 @@ class GridMerge(Merge):
         elif self.weight is None:
             merged = _separable(patches, rows, columns)
         else:
-            weight = self.weight[..., None].to(x.dtype)
+            weight = _at_most_one(self.weight[..., None]).to(x.dtype)
             total = _separable(weight, self.rows, self.columns)
-            merged = _separable(patches * weight, self.rows, self.columns) / total.clamp_min(_TINY)
+            merged = _over(_separable(patches * weight, self.rows, self.columns), total)
         return _beside_prefix(x, self.num_prefix, merged)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
@@ -212,9 +215,9 @@ class GridMerge(Merge):
             total = (rows.sum(0)[:, None] * columns.sum(0)).reshape(1, -1, 1)
         else:
             total = _separable(self.weight[..., None], rows, columns)
-        inverse = 1 / total.clamp_min(_TINY).to(y.dtype)
+        inverse = _at_most_one(1 / torch.where(total > 0, total, torch.inf)).to(y.dtype)
         spread = _separable(patches * inverse, rows.mT, columns.mT)
-        back = spread / _separable(inverse, rows.mT, columns.mT).clamp_min(_TINY)
+        back = _over(spread, _separable(inverse, rows.mT, columns.mT))
         return _beside_prefix(y, self.num_prefix, back)
 
     def weights(self) -> Float[Tensor, "b n p"]:

@@ -59,6 +59,11 @@ def assign(
 def _(
     tokens: Tensor, _size: Any, _attention: Any, _weight: Any, num_leaving: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _no_places(tokens, num_leaving)
+
+
+def _no_places(tokens: Tensor, num_leaving: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `assign` gives, without values."""
     b, t = tokens.shape[:2]
     return (
         tokens.new_empty(b, t, dtype=torch.int64),
@@ -66,6 +71,51 @@ def _(
         tokens.new_empty(b, num_leaving, dtype=torch.int32),
         tokens.new_empty(b, t, dtype=torch.float32),
     )
+
+
+@torch.library.custom_op(
+    "ltm::inform_and_assign",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? size, Tensor? attention, Tensor? carry, Tensor? gain, "
+    "Tensor centroids, Tensor offsets, Tensor costs, float beta, float eta, int num_leaving, "
+    "int num_prefix, float protection, float power, float least, bool prune) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def inform_and_assign(
+    tokens: Tensor,
+    size: Tensor | None,
+    attention: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
+    eta: float,
+    num_leaving: int,
+    num_prefix: int,
+    protection: float,
+    power: float,
+    least: float,
+    prune: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`assign` with the weights of `inform`, and its logits.
+
+    Neither waits for the other in a CUDA graph for few images.
+    """
+    with torch.cuda.device_of(tokens):
+        return _kernels().inform_and_assign(
+            tokens, size, attention, carry, gain, centroids, offsets, costs, beta, eta,
+            num_leaving, num_prefix, protection, power, least, prune,
+        )  # fmt: skip
+
+
+@inform_and_assign.register_fake
+def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_leaving, num_prefix = arguments[9:11]
+    assigned = _no_places(tokens, num_leaving)
+    logits = tokens.new_empty(tokens.shape[0], tokens.shape[1] - num_prefix, dtype=torch.float32)
+    return *assigned, logits
 
 
 @torch.library.custom_op(
@@ -209,10 +259,25 @@ def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return logits, tokens.new_empty(b, t, dtype=torch.float32)
 
 
+def _compared(tokens: list[int], num_prefix: int) -> int:
+    b, t, c = tokens
+    return 2 * b * (t - num_prefix) ** 2 * c
+
+
+def _informed(tokens: list[int], num_prefix: int, num_classes: int) -> int:
+    b, t, c = tokens
+    return 4 * b * (t - num_prefix) * c + 2 * b * num_classes * (2 * c + num_classes)
+
+
 @register_flop_formula(torch.ops.ltm.assign)
 def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
-    (b, t, c), num_prefix = tokens, arguments[4]
-    return 2 * b * (t - num_prefix) ** 2 * c
+    return _compared(tokens, arguments[4])
+
+
+@register_flop_formula(torch.ops.ltm.inform_and_assign)
+def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
+    num_classes, num_prefix = arguments[4][0], arguments[10]
+    return _compared(tokens, num_prefix) + _informed(tokens, num_prefix, num_classes)
 
 
 @register_flop_formula(torch.ops.ltm.mix)
@@ -241,5 +306,4 @@ def _(qkv: list[int], *_: Any, **__: Any) -> int:
 
 @register_flop_formula(torch.ops.ltm.inform)
 def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
-    (b, t, c), num_prefix, num_classes = tokens, arguments[-1], arguments[3][0]
-    return 4 * b * (t - num_prefix) * c + 2 * b * num_classes * (2 * c + num_classes)
+    return _informed(tokens, arguments[-1], arguments[3][0])

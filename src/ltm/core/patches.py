@@ -54,6 +54,13 @@ def embed_by_product_(model: nn.Module) -> int:
     return len(found)
 
 
+def embed_by_convolution_(model: nn.Module) -> None:
+    """Undo `embed_by_product_`."""
+    found: list[nn.Module] = [m for m in model.modules() if type(m) is PatchProduct]
+    for module in found:
+        module.__class__ = nn.Conv2d
+
+
 def _is_one(conv: nn.Conv2d) -> bool:
     steps = conv.kernel_size == conv.stride and min(conv.kernel_size) > 1
     plain = conv.padding in ((0, 0), "valid") and conv.dilation == (1, 1) and conv.groups == 1

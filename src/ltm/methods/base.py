@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid, constant_number, require_ratio
+from ltm.core.settings import check_settings, plain
 
 Count = int | Grid
 """Tokens after a site, prefix excluded: a number on sequences, (height, width) on grids."""
@@ -104,9 +106,19 @@ class Merger(nn.Module, ABC):
     own_counts: bool = False
     """How many tokens stay is decided image by image; what is planned holds on average only."""
 
+    absent: str | None = None
+    """The prefix of its keys while a checkpoint is loaded that has none of them."""
+
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.site = site
+        self.register_load_state_dict_post_hook(_keep_what_is_absent)  # pyright: ignore[reportUnknownMemberType]
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        self.absent = None if any(key.startswith(prefix) for key in state_dict) else prefix
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)  # pyright: ignore[reportUnknownMemberType]
 
     def require_planned(self, num_in: int, grid_in: Grid | None) -> None:
         """Refuse tokens that the merger cannot take, also where it would not merge them."""
@@ -142,6 +154,13 @@ class Merger(nn.Module, ABC):
         for name, value in other.state_dict().items():
             if name in own and own[name].shape == value.shape:
                 own[name].copy_(value)
+
+
+def _keep_what_is_absent(merger: Merger, keys: Any) -> None:
+    """A checkpoint that knows nothing of a merger leaves it as it is, and misses nothing."""
+    prefix, merger.absent = merger.absent, None
+    if prefix is not None:
+        keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(prefix)]
 
 
 _METHODS: dict[str, type[MethodConfig]] = {}
@@ -180,11 +199,17 @@ class MethodConfig(ABC):
             value = getattr(self, field)
             if value is not None:
                 require_ratio(field, value)
-        if self.counts is not None:
-            counts = tuple(tuple(c) if isinstance(c, list | tuple) else int(c) for c in self.counts)
-            object.__setattr__(self, "counts", counts)
+        check_settings(self)
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         if self.sites is not None:
-            object.__setattr__(self, "sites", tuple(sorted(set(self.sites))))
+            ascending = tuple(sorted(set(self.sites)))
+            if self.counts is not None and self.sites != ascending:
+                raise ValueError(
+                    f"sites: got {self.sites}; counts go with them one by one: give each site "
+                    "once, in ascending order."
+                )
+            object.__setattr__(self, "sites", ascending)
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -214,6 +239,10 @@ class MethodConfig(ABC):
     def counting(self) -> float:
         """The power of a token's size that the attention of a sequence network counts."""
         return 1.0
+
+    def without_amount(self) -> MethodConfig:
+        """The same settings, but for how much is merged: what the cost of a block depends on."""
+        return dataclasses.replace(self, ratio=1.0, per_block=None, counts=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with the method's name."""

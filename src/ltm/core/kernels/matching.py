@@ -10,12 +10,15 @@ included), r tokens that leave, c channels.
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import FEW_IMAGES, sizes_of
+from ltm.core.kernels.launch import FEW_IMAGES, branch, sizes_of
+from ltm.core.kernels.weighing import inform
 
 
 @triton.jit
@@ -30,7 +33,7 @@ def _harm_kernel(
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside, there = rows < n, columns < n
     start = tokens + (image * t + k).to(tl.int64) * c
-    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    apart = tl.zeros((ROWS, COLUMNS), tl.float32)
     own_square = tl.zeros((ROWS,), tl.float32)
     their_square = tl.zeros((COLUMNS,), tl.float32)
     for channel in range(0, c, CHANNELS):
@@ -44,10 +47,12 @@ def _harm_kernel(
             start + columns[:, None] * c + channels[None],
             mask=there[:, None] & known[None], other=0.0,
         )  # fmt: skip
-        product = tl.dot(own, tl.trans(theirs), product, input_precision="ieee")
+        # Not accumulated by the product itself: on Hopper Triton (3.6, 3.9) would let that go on
+        # while the next tile is loaded into the same memory, as tiles are read for squares too.
+        apart -= 2 * tl.dot(own, tl.trans(theirs), input_precision="ieee")
         own_square += tl.sum(own.to(tl.float32) * own.to(tl.float32), axis=1)
         their_square += tl.sum(theirs.to(tl.float32) * theirs.to(tl.float32), axis=1)
-    apart = tl.maximum(own_square[:, None] + their_square[None] - 2 * product, 0.0)
+    apart = tl.maximum(own_square[:, None] + their_square[None] + apart, 0.0)
     tl.store(
         distance + (image.to(tl.int64) * n + rows[:, None]) * n + columns[None],
         apart, mask=inside[:, None] & there[None],
@@ -189,6 +194,81 @@ def _assign_kernel(
         tl.store(weighed + image * t + everyone, unchanged, mask=prefix)
 
 
+class Pairs(NamedTuple):
+    """What is known of all pairs of patches: distances `b n n`, the least harm by blocks, ranks."""
+
+    distance: Tensor
+    harm: Tensor
+    rank: Tensor | None
+    """None: of few images, programs count ranks for themselves, in less time than a launch."""
+
+
+def compare(
+    tokens: Tensor,
+    size: Tensor | None,
+    attention: Tensor | None,
+    num_prefix: int,
+    protection: float,
+) -> Pairs:
+    """How far patches are apart, the least harm of merging each, and when each would leave."""
+    b, t, c = tokens.shape
+    n, device = t - num_prefix, tokens.device
+    few = b < FEW_IMAGES
+    rows, columns = (64, 32) if few else (64, 128)
+    channels, stages = (64, 3) if tokens.element_size() == 2 else (32, 2)  # what memory there is
+    blocks = triton.cdiv(n, columns)
+    distance = torch.empty(b, n, n, device=device, dtype=torch.float32)
+    harm = torch.empty(b, n, blocks, device=device, dtype=torch.float32)
+    size_, stride = sizes_of(size, harm)
+    _harm_kernel[b, triton.cdiv(n, rows), blocks](
+        tokens.contiguous(), size_, harm if attention is None else attention.contiguous(),
+        distance, harm, t, num_prefix, c, stride, protection,
+        HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
+        ROWS=rows, COLUMNS=columns, CHANNELS=channels, num_warps=4 if few else 8, num_stages=stages,
+    )  # fmt: skip
+    if few:
+        return Pairs(distance, harm, None)
+    rank = torch.empty(b, n, device=device, dtype=torch.int32)
+    _rank_kernel[b, triton.cdiv(n, 64)](
+        harm, rank, n, blocks, BLOCKS=triton.next_power_of_2(blocks), ROWS=64, RIVALS=64,
+        num_warps=2,
+    )  # fmt: skip
+    return Pairs(distance, harm, rank)
+
+
+def place(
+    pairs: Pairs,
+    size: Tensor | None,
+    attention: Tensor | None,
+    weight: Tensor | None,
+    num_leaving: int,
+    num_prefix: int,
+    power: float,
+    least: float,
+    prune: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every token's place after the merge, who stays and who leaves, and what each weighs."""
+    harm, (b, n, blocks), device = pairs.harm, pairs.harm.shape, pairs.harm.device
+    t = n + num_prefix
+    assignment = torch.empty(b, t, device=device, dtype=torch.int64)
+    stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
+    leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
+    weighed = torch.empty(b, t, device=device, dtype=torch.float32)
+    size_, stride = sizes_of(size, harm)
+    weight_, weight_stride = sizes_of(weight, harm)
+    rows, warps = (16, 8) if pairs.rank is None else (8, 2)
+    _assign_kernel[b, triton.cdiv(n, rows)](
+        pairs.distance, harm, stays if pairs.rank is None else pairs.rank, size_, weight_,
+        harm if attention is None else attention.contiguous(), assignment, stays, leaves, weighed,
+        t, num_prefix, num_leaving, blocks, stride, weight_stride, power, least,
+        RANKED=pairs.rank is not None, HAS_SIZE=size is not None, HAS_WEIGHT=weight is not None,
+        ATTENDED=attention is not None and power != 0, PRUNE=prune,
+        TOKENS=triton.next_power_of_2(t), BLOCKS=triton.next_power_of_2(blocks), ROWS=rows,
+        RIVALS=64, num_warps=warps,
+    )  # fmt: skip
+    return assignment, stays, leaves, weighed
+
+
 def assign(
     tokens: Tensor,
     size: Tensor | None,
@@ -201,44 +281,38 @@ def assign(
     least: float,
     prune: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Every token's place after the merge, who stays and who leaves (`match_least_harm`); weights.
+    """`match_least_harm`: every token's place after the merge, who stays, who leaves; weights."""
+    attention = None if attention is None else attention.float()
+    pairs = compare(tokens, size, attention, num_prefix, protection)
+    return place(pairs, size, attention, weight, num_leaving, num_prefix, power, least, prune)
 
-    Where there are few images, the programs that find places count ranks for themselves: that
-    takes less time than a launch.
-    """
-    b, t, c = tokens.shape
-    n, device = t - num_prefix, tokens.device
+
+def inform_and_assign(
+    tokens: Tensor,
+    size: Tensor | None,
+    attention: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
+    eta: float,
+    num_leaving: int,
+    num_prefix: int,
+    protection: float,
+    power: float,
+    least: float,
+    prune: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`assign` with the weights of `inform`, and its logits: pairs are compared meanwhile."""
     tokens = tokens.contiguous()
-    few = b < FEW_IMAGES
-    rows, columns = (64, 32) if few else (64, 128)
-    channels, stages = (64, 3) if tokens.element_size() == 2 else (32, 2)  # what memory there is
-    blocks = triton.cdiv(n, columns)
-    distance = torch.empty(b, n, n, device=device, dtype=torch.float32)
-    harm = torch.empty(b, n, blocks, device=device, dtype=torch.float32)
-    assignment = torch.empty(b, t, device=device, dtype=torch.int64)
-    stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
-    leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
-    weighed = torch.empty(b, t, device=device, dtype=torch.float32)
-    size_, stride = sizes_of(size, harm)
-    weight_, weight_stride = sizes_of(weight, harm)
-    attention_ = harm if attention is None else attention.float().contiguous()
-    _harm_kernel[b, triton.cdiv(n, rows), blocks](
-        tokens, size_, attention_, distance, harm, t, num_prefix, c, stride, protection,
-        HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
-        ROWS=rows, COLUMNS=columns, CHANNELS=channels, num_warps=4 if few else 8, num_stages=stages,
-    )  # fmt: skip
-    parts = triton.next_power_of_2(blocks)
-    rank = stays if few else torch.empty(b, n, device=device, dtype=torch.int32)
-    if not few:
-        _rank_kernel[b, triton.cdiv(n, 64)](
-            harm, rank, n, blocks, BLOCKS=parts, ROWS=64, RIVALS=64, num_warps=2
+    attention = None if attention is None else attention.float()
+    with branch(tokens) as join:
+        logits, weight = inform(
+            tokens, size, carry, gain, centroids, offsets, costs, beta, eta, num_prefix
         )
-    rows, warps = (16, 8) if few else (8, 2)
-    _assign_kernel[b, triton.cdiv(n, rows)](
-        distance, harm, rank, size_, weight_, attention_, assignment, stays, leaves, weighed,
-        t, num_prefix, num_leaving, blocks, stride, weight_stride, power, least,
-        RANKED=not few, HAS_SIZE=size is not None, HAS_WEIGHT=weight is not None,
-        ATTENDED=attention is not None and power != 0, PRUNE=prune,
-        TOKENS=triton.next_power_of_2(t), BLOCKS=parts, ROWS=rows, RIVALS=64, num_warps=warps,
-    )  # fmt: skip
-    return assignment, stays, leaves, weighed
+    pairs = compare(tokens, size, attention, num_prefix, protection)
+    join()
+    placed = place(pairs, size, attention, weight, num_leaving, num_prefix, power, least, prune)
+    return *placed, logits

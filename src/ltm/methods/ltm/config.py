@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from ltm.core.schedule import weighted_rate
 from ltm.methods.base import Merger, MethodConfig, Site
 from ltm.methods.ltm.learned import LearnedMerger
-from ltm.methods.ltm.matching import OPERATORS, MatchingMerger, Operator, UnimportantMerger
+from ltm.methods.ltm.matching import MatchingMerger, Operator, UnimportantMerger
 
 Support = Literal["matching", "learned"]
 
@@ -79,7 +79,7 @@ class LTM(MethodConfig):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}: got {getattr(self, field)}; it must be positive.")
         self._check_per_site(given)
-        self._check_operators()
+        self._check_powers()
         if self.support == "matching" and self._needs_static():
             raise ValueError(
                 "support: got 'matching'; space='token', scope='batch' and mask_form='letter' "
@@ -92,7 +92,6 @@ class LTM(MethodConfig):
             values = getattr(self, field)
             if values is None:
                 continue
-            object.__setattr__(self, field, tuple(values))
             if self.support == "learned" or self._needs_static():
                 raise ValueError(f"{field}: they belong to support='matching'.")
             if sites is None or list(sites) != sorted(set(sites)) or len(values) != len(sites):
@@ -101,12 +100,7 @@ class LTM(MethodConfig):
                     "with the sites in ascending order."
                 )
 
-    def _check_operators(self) -> None:
-        for operator in self.operators or ():
-            if operator not in OPERATORS:
-                raise ValueError(
-                    f"operators: got {operator!r}; choose from {', '.join(OPERATORS)}."
-                )
+    def _check_powers(self) -> None:
         powers = [("protection", p) for p in (self.protection, *(self.protections or ()))]
         powers += [("attended", self.attended), ("size_power", self.size_power)]
         for field, power in powers:

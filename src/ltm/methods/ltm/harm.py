@@ -150,7 +150,7 @@ def _seen(
 
 def _smallest(values: Float[Tensor, "b n"], number: int) -> Bool[Tensor, "b n"]:
     chosen = values.topk(number, dim=1, largest=False).indices
-    return torch.zeros_like(values, dtype=torch.bool).scatter(1, chosen, True)
+    return torch.zeros_like(values, dtype=torch.bool).scatter(1, chosen, 1)
 
 
 def _with_prefix(leaves: Tensor, target: Tensor, num_leaving: int, num_prefix: int) -> Match:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -13,7 +14,7 @@ from ltm.core.groups import MatchedMerge
 from ltm.core.matching import Match, merge_in_order
 from ltm.methods.base import Decision, Hints, Site, token_size
 from ltm.methods.ltm.harm import Patches, match_least_harm, match_unimportant
-from ltm.methods.ltm.step import LTMMerger
+from ltm.methods.ltm.step import InformativeStep, LTMMerger
 
 if TYPE_CHECKING:
     from ltm.methods.ltm.config import LTM
@@ -40,6 +41,7 @@ class MatchingMerger(LTMMerger):
     def __init__(self, site: Site, config: LTM) -> None:
         super().__init__(site, config)
         self.operator = config.operator_at(site.block)
+        self.prunes, self.keeps_norm = self.operator.startswith("prune"), self.operator == "norm"
         self.protection = config.protection_at(site.block)
         if self.operator == "none":
             raise ValueError(
@@ -50,19 +52,35 @@ class MatchingMerger(LTMMerger):
             self.needs = frozenset({"importance"})
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        step = self._kernel_step(tokens, hints)
+        if step is not None and self.has_kernel(tokens, hints.size, hints.importance):
+            known = tokens, hints.size, hints.importance, hints.carry, *step.for_kernels()
+            *found, logits = operators.inform_and_assign(*known, *self._leaving(tokens, hints))
+            return Decision(merge=self._in_order(found, hints), values=logits)
         logits, weight = self.weigh(tokens, hints)
         return Decision(merge=self.merge(tokens, hints, weight), values=logits)
+
+    def has_kernel(self, tokens: Tensor, *others: Tensor | None) -> bool:
+        """Whether a kernel finds who leaves, where to, and what everybody weighs."""
+        return self.config.matching == "free" and fused.takes_match(tokens, *others)
+
+    def _kernel_step(self, tokens: Tensor, hints: Hints) -> InformativeStep | None:
+        """The informative step, where kernels can take it."""
+        step = self.informative
+        if step is None or self.true_labels(hints) is not None:
+            return None
+        return step if step.has_kernel(tokens, hints.carry) else None
 
     def weigh(
         self, tokens: Float[Tensor, "b t c"], hints: Hints
     ) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"] | None]:
         """The logits of the patches, and what every token weighs; None: as much as its size."""
-        k, step, labels = self.site.num_prefix, self.informative, self.true_labels(hints)
-        if step is not None and labels is None and step.has_kernel(tokens, hints.carry):
+        k, step, logits = self.site.num_prefix, self._kernel_step(tokens, hints), hints.carry
+        if step is not None:
             return step.weigh(tokens, hints.size, hints.carry, k)
-        logits = hints.carry
-        if step is not None and step.active:
-            logits = step(tokens[:, k:], token_size(tokens, hints)[:, k:], labels, hints.carry)
+        if self.informative is not None and self.informative.active:
+            size, labels = token_size(tokens, hints)[:, k:], self.true_labels(hints)
+            logits = self.informative(tokens[:, k:], size, labels, hints.carry)
         if logits is None:
             return None, None
         size = token_size(tokens, hints)
@@ -89,36 +107,42 @@ class MatchingMerger(LTMMerger):
         self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"] | None
     ) -> MatchedMerge:
         """The tokens that leave join, or are dropped; all others keep their order."""
-        prune, keep_norm = self.operator.startswith("prune"), self.operator == "norm"
-        if self.config.matching == "free" and fused.takes_match(tokens.detach()):
-            return self._fused(tokens, hints, weight, prune, keep_norm)
+        if self.has_kernel(tokens.detach()):
+            return self._fused(tokens, hints, weight)
         match, weight = self.match(tokens, hints), self._attended(tokens, hints, weight)
-        return merge_in_order(match, weight, prune=prune, keep_norm=keep_norm)
+        return merge_in_order(match, weight, prune=self.prunes, keep_norm=self.keeps_norm)
 
     def _attended(self, tokens: Tensor, hints: Hints, weight: Tensor | None) -> Tensor:
         """What tokens weigh in the end, also where that has a gradient."""
         return self.by_attention(token_size(tokens, hints) if weight is None else weight, hints)
 
-    def _fused(
-        self, tokens: Tensor, hints: Hints, weight: Tensor | None, prune: bool, keep_norm: bool
-    ) -> MatchedMerge:
+    def _fused(self, tokens: Tensor, hints: Hints, weight: Tensor | None) -> MatchedMerge:
         """Who leaves has no gradient: a kernel finds it in training too, but no weights then."""
-        k, known = self.site.num_prefix, (hints.size, hints.importance, weight)
-        num_leaving = tokens.shape[1] - k - hints.num_out
-        size, attention, given = (x if x is None else x.detach() for x in known)
-        assignment, stays, leaves, weighed = operators.assign(
-            tokens.detach(), size, attention, given, num_leaving, k, self.protection,
-            self.config.attended, _LEAST_SHARE, prune,
-        )  # fmt: skip
+        known = hints.size, hints.importance, weight
+        given = (x if x is None else x.detach() for x in known)
+        leaving = self._leaving(tokens, hints)
+        assignment, stays, leaves, weighed = operators.assign(tokens.detach(), *given, *leaving)
         if not fused.takes(tokens.detach(), *known):
             weighed = self._attended(tokens, hints, weight)
-            weighed = weighed.scatter(1, leaves.long(), 0.0) if prune else weighed
+            if self.prunes:
+                weighed = weighed.scatter(1, leaves.long(), 0.0)
+        return self._in_order((assignment, stays, leaves, weighed), hints)
+
+    def _leaving(self, tokens: Tensor, hints: Hints) -> tuple[int, int, float, float, float, bool]:
+        """What kernels have to know of those that leave."""
+        k, attended = self.site.num_prefix, self.config.attended
+        num_leaving = tokens.shape[1] - k - hints.num_out
+        return num_leaving, k, self.protection, attended, _LEAST_SHARE, self.prunes
+
+    def _in_order(self, found: Sequence[Tensor], hints: Hints) -> MatchedMerge:
+        """The merge that a kernel found."""
+        assignment, stays, leaves, weighed = found
         return MatchedMerge(
             assignment=assignment,
             weight=weighed,
-            num_places=k + hints.num_out,
-            keep_norm=keep_norm,
-            num_prefix=k,
+            num_places=self.site.num_prefix + hints.num_out,
+            keep_norm=self.keeps_norm,
+            num_prefix=self.site.num_prefix,
             order=(stays, leaves),
         )
 
@@ -144,6 +168,9 @@ class UnimportantMerger(MatchingMerger):
     def __init__(self, site: Site, config: LTM) -> None:
         super().__init__(site, config)
         self.needs = frozenset({"importance"})
+
+    def has_kernel(self, tokens: Tensor, *others: Tensor | None) -> bool:
+        return False
 
     def merge(
         self, tokens: Float[Tensor, "b t c"], hints: Hints, weight: Float[Tensor, "b t"] | None

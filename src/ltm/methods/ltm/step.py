@@ -6,7 +6,8 @@ d features, a classes; `s` (logits) the state that the sites hand on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -51,21 +52,39 @@ class InformativeStep(nn.Module):
         """Take over centroids and Q; from now on the step is active."""
         self.centroids.copy_(statistics.centroids())
         self.present.copy_(statistics.present)
-        self.costs.copy_(-statistics.q().clamp_min(torch.finfo(torch.float32).tiny).log().mT)
-        # Before the first centroids there were no memberships, and so there is no Q yet.
-        self.active = bool(statistics.membership.any())
-        self.prepare_()
+        if statistics.membership.any():
+            self.costs.copy_(-statistics.q().clamp_min(torch.finfo(torch.float32).tiny).log().mT)
+        else:  # before the first centroids there are no memberships, and so no Q
+            self.costs.zero_()
+        self.refresh_()
 
-    def prepare_(self) -> None:
-        """Work out what depends on the statistics alone."""
+    def forget_(self) -> None:
+        """Without statistics there is no step."""
+        self.present.zero_()
+        self.costs.zero_()
+        self.active = False
+
+    @torch.no_grad()
+    def refresh_(self) -> None:
+        """Follow the statistics, whoever put them there: a checkpoint, or an average of weights."""
+        if self.costs.is_meta:
+            return
+        self.active = bool(self.costs.any())
         offsets = mask_gradient.class_offsets(self.centroids, self.config.beta, self.present)
         self.offsets.copy_(offsets)
 
-    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[arg-type]
-        if not self.costs.is_meta:
-            self.active = bool(self.costs.any())
-            self.prepare_()
+    def train(self, mode: bool = True) -> InformativeStep:
+        """As for all modules; averages of weights know nothing of what follows from them."""
+        if not self.costs.is_meta and bool(self.costs.any()):
+            self.refresh_()
+        return super().train(mode)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)  # pyright: ignore[reportUnknownMemberType]
+        if f"{prefix}costs" in state_dict:
+            self.refresh_()
 
     def direction(
         self, feature: Float[Tensor, "b d"], labels: Tensor | None
@@ -112,10 +131,12 @@ class InformativeStep(nn.Module):
         num_prefix: int,
     ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b t"]]:
         """`forward` by kernels, with the weights that follow from it."""
-        known, config = (self.centroids, self.offsets, self.costs), self.config
-        return operators.inform(
-            tokens, size, carry, self.gain, *known, config.beta, config.eta, num_prefix
-        )
+        return operators.inform(tokens, size, carry, *self.for_kernels(), num_prefix)
+
+    def for_kernels(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor, float, float]:
+        """What kernels have to know of it."""
+        config = self.config
+        return self.gain, self.centroids, self.offsets, self.costs, config.beta, config.eta
 
 
 class LTMMerger(Merger):
@@ -176,8 +197,7 @@ class LTMMerger(Merger):
         """Start anew: until statistics are taken again the step is zero."""
         self.statistics = None
         if self.informative is not None:
-            self.informative.present.zero_()
-            self.informative.active = False
+            self.informative.forget_()
 
     def take_statistics_(self) -> None:
         """Turn what was observed, in all processes, into centroids and Q.
@@ -201,8 +221,7 @@ class LTMMerger(Merger):
     def adopt_(self, other: Merger) -> None:
         super().adopt_(other)
         if self.informative is not None:
-            self.informative.active = bool(self.informative.costs.any())
-            self.informative.prepare_()
+            self.informative.refresh_()
 
     def freeze_(self) -> None:
         self.statistics = None
