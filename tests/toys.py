@@ -78,14 +78,21 @@ def _toy(name: str) -> nn.Module:
     for parameter in model.parameters():
         if parameter.ndim == 1 and bool((parameter == 0).all()):
             torch.nn.init.normal_(parameter, std=0.02)
+    return settled(model, size_of(name))
+
+
+def settled(model: nn.Module, size: int) -> nn.Module:
+    """In evaluation mode, with the running statistics of noise.
+
+    Without statistics activations fade away, all tokens are alike, and any may match.
+    """
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     if norms:
-        # Without statistics activations fade away, all tokens are alike, and any may match.
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.momentum = 1.0
         with torch.no_grad():
-            model.train()(torch.randn(16, 3, size_of(name), size_of(name)))
+            model.train()(torch.randn(16, 3, size, size))
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
     return model.eval()

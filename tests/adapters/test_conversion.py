@@ -78,7 +78,9 @@ def test_a_budget_is_met_and_merging_happens(method, name):
     assert "blocks merge" in str(report)
     for _, merger in mergers(model):
         merger.activate_()
-    assert count_macs(meta_copy(model), meta_images((size_of(name),) * 2)) == report.macs_after
+    assert (
+        count_macs(meta_copy(model), meta_images(model, (size_of(name),) * 2)) == report.macs_after
+    )
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
@@ -96,12 +98,48 @@ def test_undoing_gives_the_model_back(method, name):
     assert torch.equal(run(model, images), before)
 
 
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+def test_undoing_gives_a_frozen_model_back(name):
+    model, images = toy(name), pictures(name)
+    before, kinds = run(model, images), [type(m) for m in model.modules()]
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.9), size_of(name))
+    ltm.unmerge_tokens_(ltm.freeze_(model))
+    assert [type(m) for m in model.modules()] == kinds
+    assert torch.equal(run(model, images), before)
+
+
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_original_checkpoints_load(method, name):
     model, weights = converted(method, name), toy(name).state_dict()
-    result = model.load_state_dict(weights, strict=False)
+    own = {key: value.clone() for key, value in model.state_dict().items() if "merger" in key}
+    result = model.load_state_dict({key: value + 1 for key, value in weights.items()})
     assert not result.unexpected_keys
-    assert all("merger" in key for key in result.missing_keys)
+    assert not result.missing_keys
+    after = model.state_dict()
+    assert all(torch.equal(after[key], weights[key] + 1) for key in weights)
+    assert all(torch.equal(after[key], own[key]) for key in own)
+
+
+def test_timm_loads_original_checkpoints_into_a_converted_model(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, num_classes=7)
+    torch.save(model.state_dict(), tmp_path / "host.pth")
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    collect_statistics_(model, [torch.randn(4, 3, 64, 64)])
+    before = copy.deepcopy(model).eval()
+    timm.models.load_checkpoint(model, str(tmp_path / "host.pth"))
+    images = torch.randn(2, 3, 64, 64)
+    assert all(merger.active for _, merger in mergers(model))
+    assert torch.equal(run(model.eval(), images), run(before, images))
+
+
+def test_a_checkpoint_with_a_part_of_a_merger_is_refused():
+    model = converted("ltm", "vit")
+    weights = model.state_dict()
+    missing = next(key for key in weights if key.endswith("costs"))
+    del weights[missing]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(weights)
+    assert model.load_state_dict(weights, strict=False).missing_keys == [missing]
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)

@@ -2,14 +2,21 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
+from timm.models._features import FeatureGetterNet
+from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 import ltm
-from ltm.api import set_ratio_
+from ltm import zoo
+from ltm.adapters.grids import SizedPool
+from ltm.api import merging_off, set_ratio_
 from ltm.methods import methods
 from toys import GRIDS, SEQUENCES, TOYS, pictures, size_of, toy
 
@@ -46,6 +53,19 @@ def test_intermediates_restore_what_was_merged(name):
         assert pairs[-1][1].shape[1] == model.num_prefix_tokens
 
 
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+def test_intermediates_take_timms_arguments_in_its_order(name):
+    model, images = toy(name), pictures(name)
+    prefixes = (True,) if name == "vit" else ()
+    given = (1, *prefixes, True, False, "NCHW", True)
+    expected = model.forward_intermediates(images, *given)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=1), size_of(name))
+    found = model.forward_intermediates(images, *given)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    with pytest.raises(AssertionError, match="must be"):
+        model.forward_intermediates(images, output_fmt="foo")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -64,6 +84,28 @@ def test_features_only_networks_convert(name):
     assert [f.shape for f in net(images)] == expected
 
 
+def test_a_vit_inside_another_module_meets_its_budget():
+    inside = nn.Sequential(toy("vit"))
+    report = ltm.merge_tokens_(inside, ltm.LTM(ratio=0.8))
+    assert report == ltm.merge_tokens_(toy("vit"), ltm.LTM(ratio=0.8))
+    assert report.macs_after == round(1e9 * ltm.gmacs(inside))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("config", [ltm.LTM(ratio=0.8), ltm.LTM(ratio=0.8, support="learned")])
+def test_feature_extractors_are_counted_with_what_they_restore(inside, config):
+    net = FeatureGetterNet(toy("vit"))
+    net = nn.Sequential(net) if inside else net
+    report = ltm.merge_tokens_(net, config)
+    assert 0.75 < report.share <= 0.8
+    assert report.macs_after == round(1e9 * ltm.gmacs(net))
+
+
+def test_two_vits_in_one_module_are_refused():
+    with pytest.raises(ValueError, match="more than one ViT; convert each of them by itself"):
+        ltm.merge_tokens_(nn.Sequential(toy("vit"), toy("vit")), ltm.LTM(per_block=0.8))
+
+
 @pytest.mark.parametrize("name", [n for n in TOYS if n != "headless"])
 def test_a_new_classifier(name):
     model, images = convert(toy(name), name), pictures(name)
@@ -71,6 +113,19 @@ def test_a_new_classifier(name):
     model.reset_classifier(4)
     assert model(images).shape == (2, 4)
     ltm.collect_statistics_(model, [(images, torch.tensor([3, 1]))])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_a_new_pool_knows_the_sizes_of_tokens(name, kind):
+    model = convert(toy(name), name)
+    model.reset_classifier(4, kind)
+    model.reset_classifier(4, "avg")
+    pools = [m for m in model.modules() if isinstance(m, SelectAdaptivePool2d)]
+    assert [type(pool) for pool in pools] == [SizedPool]
+    assert pools[0].state is model.token_merging.state
+    ltm.unmerge_tokens_(model)
+    assert not any(isinstance(m, SizedPool) for m in model.modules())
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "mobilevit"])
@@ -163,27 +218,95 @@ def test_resizing_replans(name):
     assert model.token_merging.image_size == (size, size)
 
 
+@pytest.mark.parametrize("name", ["vit", "registers", "swin"])
+def test_resizing_that_fails_changes_nothing(name):
+    model, images = convert(toy(name), name, ratio=0.9), pictures(name)
+    ltm.collect_statistics_(model, [images])
+    done, kinds = model.token_merging, [type(m) for m in model.modules()]
+    weights, expected = dict(model.named_parameters()), model(images)
+    wrong = [({"img_sise": 96}, TypeError), ({"img_size": 8}, (ValueError, RuntimeError))]
+    for arguments, error in [*wrong, ({"img_size": "large"}, Exception)]:
+        with pytest.raises(error):
+            model.set_input_size(**arguments)
+        assert model.token_merging is done
+        assert [type(m) for m in model.modules()] == kinds
+        assert all(p is weights[n] for n, p in model.named_parameters())
+        assert model.patch_embed.img_size == (size_of(name),) * 2
+        assert torch.equal(model(images), expected)
+    model.set_input_size(img_size=2 * size_of(name))
+    assert model.token_merging.image_size == (2 * size_of(name),) * 2
+
+
+def differs_from_its_original(model, images, expected):
+    """Whether merging shows, where the model without it is the original."""
+    found = model(images)
+    with merging_off(model):
+        torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=0)
+    assert torch.isfinite(found).all()
+    return (found - expected).abs().max() > 1e-6
+
+
 @pytest.mark.slow
+@torch.no_grad()
 def test_other_sizes_without_resizing():
     settings = {"patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 2, "num_classes": 10}
     vit = VisionTransformer(img_size=48, dynamic_img_size=True, **settings).eval()
+    batches = [torch.randn(2, 3, *size) for size in ((48, 48), (64, 64), (40, 72))]
+    originals = [vit(images) for images in batches]
     for config in (ltm.LTM(), ltm.LTM(support="learned"), ltm.ToMe()):
         ltm.merge_tokens_(vit, config)
-        for size in (48, 64, (40, 72)):
-            height, width = size if isinstance(size, tuple) else (size, size)
-            assert torch.isfinite(vit(torch.randn(2, 3, height, width))).all()
+        for images, expected in zip(batches, originals, strict=True):
+            assert differs_from_its_original(vit, images, expected)
         ltm.unmerge_tokens_(vit)
     for name in ("mobilevit", "efficientvit"):
         model = convert(toy(name), name)
         for size in (128, 160):
-            assert torch.isfinite(model(torch.randn(1, 3, size, size + 32))).all()
+            images = torch.randn(1, 3, size, size + 32)
+            assert differs_from_its_original(model, images, toy(name)(images))
 
 
 @pytest.mark.parametrize("size", [256, 384])
+@torch.no_grad()
 def test_swin_at_other_sizes(size):
     model = timm.create_model("swin_tiny_patch4_window7_224", img_size=size, depths=(1, 1, 1, 1))
-    ltm.merge_tokens_(model.eval(), ltm.LTM(per_block=0.8))
-    assert torch.isfinite(model(torch.randn(1, 3, size, size))).all()
+    images = torch.randn(1, 3, size, size)
+    expected = model.eval()(images)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.8))
+    assert differs_from_its_original(model, images, expected)
+
+
+def any_size_swin():
+    torch.manual_seed(0)
+    settings = {"embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2), "num_classes": 10}
+    return SwinTransformer(img_size=112, strict_img_size=False, **settings).eval()
+
+
+@pytest.mark.parametrize("planned", [112, (128, 96)])
+@pytest.mark.parametrize("config", [ltm.LTM(per_block=0.8), ltm.ToMe(ratio=0.95), ltm.LTM(ratio=1)])
+@torch.no_grad()
+def test_swin_that_merges_nothing_is_the_original_at_any_size(config, planned):
+    """Also on maps that its windows do not divide."""
+    model, images = any_size_swin(), torch.randn(1, 3, 128, 96)
+    expected = model(images)
+    report = ltm.merge_tokens_(model, config, planned)
+    assert report.macs_after == round(1e9 * ltm.gmacs(model))
+    merges = (model(images) - expected).abs().max() > 1e-3
+    assert merges == (config.ratio != 1)
+    with merging_off(model):
+        torch.testing.assert_close(model(images), expected)
+
+
+def test_hints_of_padded_and_shifted_windows_belong_to_their_tokens():
+    model, found = any_size_swin(), {}
+    ltm.merge_tokens_(model, ltm.ToMe(per_block=0.8), (128, 96))
+    block = model.layers[0].blocks[1]
+    block.attn.qkv.register_forward_pre_hook(lambda _m, args: found.update(attended=args[0]))
+    block.merger.register_forward_pre_hook(lambda _m, args: found.update(hints=args[1]))
+    model(torch.randn(1, 3, 128, 96))
+    padding = (found["attended"] == 0).all(dim=-1)
+    assert any(block.shift)
+    assert padding.any()
+    assert torch.equal(padding, found["hints"].size == 0)
 
 
 @pytest.mark.parametrize("name", ["vit", "efficientvit"])
@@ -197,6 +320,43 @@ def test_a_new_ratio_keeps_what_was_learned(name):
     with pytest.raises(ValueError, match="cannot go below"):
         set_ratio_(model, 0.05)
     assert ltm.api.report(model).share <= 0.9
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+@pytest.mark.parametrize("reg_tokens", [0, 4])
+def test_importance_comes_from_the_class_token_or_else_from_the_mean_query(class_token, reg_tokens):
+    settings = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "global_pool": "avg"}
+    vit = VisionTransformer(48, class_token=class_token, reg_tokens=reg_tokens, **settings).eval()
+    ltm.merge_tokens_(vit, ltm.LTM(counts=(20,), sites=(0,)))
+    block, found = vit.blocks[0], {}
+    block.attn.qkv.register_forward_hook(lambda _m, _args, out: found.update(qkv=out))
+    block.merger.register_forward_pre_hook(lambda _m, args: found.update(hints=args[1]))
+    vit(pictures("vit"))
+    query, key, _ = found["qkv"].unflatten(-1, (3, 2, 16)).transpose(1, 3).unbind(2)
+    asking = query[:, :, :1] if class_token else query.mean(dim=2, keepdim=True)
+    received = (asking @ key.mT / 4).softmax(dim=-1).mean(dim=1)[:, 0]
+    torch.testing.assert_close(found["hints"].importance, received)
+    ltm.unmerge_tokens_(vit)
+    assert "class_token" not in vars(block)
+
+
+def test_names_in_timms_registry_pass_on_what_timm_was_given(monkeypatch):
+    given, create = {}, timm.create_model
+
+    def note(host, **arguments):
+        given.update(arguments)
+        return create(host, **arguments)
+
+    monkeypatch.setattr(zoo, "timm", SimpleNamespace(create_model=note))
+    with torch.device("meta"):
+        model = create(
+            "ltm_vit_small_patch16_224",
+            pretrained_cfg_overlay={"mean": (0.0, 0.0, 0.0)},
+            cache_dir="weights",
+            depth=2,
+        )
+    assert model.pretrained_cfg["mean"] == (0.0, 0.0, 0.0)
+    assert given["cache_dir"] == "weights"
 
 
 REFUSED = {
@@ -236,6 +396,9 @@ def test_errors_come_before_any_change():
     ltm.merge_tokens_(model, ltm.LTM())
     with pytest.raises(ValueError, match="already"):
         ltm.merge_tokens_(model, ltm.ToMe())
+    for door in (lambda: ltm.merge_tokens_("vit", ltm.LTM()), lambda: ltm.gmacs("vit")):
+        with pytest.raises(TypeError, match="model: got str; give a network"):
+            door()
     with pytest.raises(TypeError, match="config"):
         ltm.merge_tokens_(toy("vit"), "tome")
     with pytest.raises(ValueError, match="merge_tokens_ first"):
@@ -243,6 +406,26 @@ def test_errors_come_before_any_change():
     headless = convert(toy("headless"), "headless")
     with pytest.raises(ValueError, match="statistics"):
         ltm.collect_statistics_(headless, [pictures("headless")])
+
+
+@pytest.mark.parametrize("sites", [(5, 3, 1), (1, 3, 3)])
+def test_sites_with_counts_are_given_once_and_in_order(sites):
+    with pytest.raises(ValueError, match=r"sites: got .* in ascending order"):
+        ltm.LTM(sites=sites, counts=(12, 8, 5))
+    assert ltm.LTM(sites=sites).sites == tuple(sorted(set(sites)))
+    assert ltm.ToMe(sites=(1, 3, 5), counts=(12, 8, 5)).sites == (1, 3, 5)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_sizes_that_are_none():
+    for size, message in (
+        (8, "cannot take images of 8 x 8 pixels"),
+        ("a", "image_size: got 'a'; give a number of pixels"),
+        ((48, 48, 3), "or .height, width."),
+        (0, "got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ltm.merge_tokens_(toy("vit"), ltm.LTM(), image_size=size)
 
 
 def test_bad_settings():
@@ -267,9 +450,13 @@ def test_token_space_is_refused_with_its_size():
 
 
 @pytest.mark.parametrize("name", SEQUENCES | GRIDS)
+@torch.no_grad()
 def test_half_precision_weights(name):
-    model = convert(toy(name), name).bfloat16()
-    assert torch.isfinite(model(pictures(name).bfloat16())).all()
+    """Of masks that are learned: whom a token matches may hang on its last digit."""
+    model, images = convert(toy(name), name, ratio=0.8, support="learned"), pictures(name)
+    expected = model(images)
+    found = model.bfloat16()(images.bfloat16()).float()
+    assert (found - expected).abs().max() < 0.1 * expected.std()
 
 
 @pytest.mark.parametrize("method", [ltm.LTM, ltm.ToMe, ltm.ToFu, ltm.LTMP])

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -10,6 +11,7 @@ from PIL import Image
 
 import ltm
 from ltm.api.deployment import remember_arguments
+from ltm.api.fingerprint import fingerprint
 from ltm.methods import methods
 from toys import TOYS, pictures, size_of, toy
 
@@ -105,6 +107,28 @@ def test_images_are_prepared_for_the_size_that_was_converted(name, size, tmp_pat
         assert torch.equal(again(images), model(images))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        (
+            {"ratio": np.float32(0.75), "gain": np.float64(0.5)},
+            {"ratio": 0.75, "gain": 0.5},
+        ),
+        (
+            {"counts": list(np.array([20, 9])), "sites": list(np.array([1, 3]))},
+            {"counts": (20, 9), "sites": (1, 3)},
+        ),
+    ],
+)
+def test_numbers_of_numpy_are_saved_as_plain_ones(given, same, tmp_path):
+    config = ltm.LTM(**given)
+    assert repr(config) == repr(ltm.LTM(**same))
+    model, _ = prepared("vit", config)
+    again = ltm.load(ltm.save(model, tmp_path), toy("vit"))
+    assert again.token_merging.config == config
+
+
 def test_what_does_not_fit_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"ltm\.save"):
         ltm.load(tmp_path)
@@ -134,14 +158,14 @@ def test_a_frozen_model_stays_as_it_is():
 def test_frozen_masks_are_for_the_grids_that_they_were_made_for(name, size, other):
     images, others = torch.randn(3, 3, *size), torch.randn(3, 3, *other)
     model = toy(name)
-    ltm.merge_tokens_(model, ltm.LTM(ratio=0.85, gain=1.0), size)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, gain=1.0), size)
     ltm.collect_statistics_(model, [(images, torch.arange(3))])
     frozen = ltm.freeze_(copy.deepcopy(model))
     assert not [key for key in frozen.state_dict() if "chosen" in key]
     for batch in (images, others):
         torch.testing.assert_close(frozen(batch), model(batch))
     static = toy(name)
-    ltm.merge_tokens_(static, ltm.LTM(ratio=0.85, weights="uniform"), size)
+    ltm.merge_tokens_(static, ltm.LTM(per_block=0.6, weights="uniform"), size)
     with pytest.raises(ValueError, match=r"is frozen for \d+ x \d+ tokens, and \d+ x \d+ came in"):
         ltm.freeze_(static)(others)
 
@@ -185,3 +209,74 @@ def test_networks_of_any_size_refuse_set_input_size_and_stay_as_they_are():
         with pytest.raises(ValueError, match="set_input_size: this network takes any size"):
             model.set_input_size((64, 64))
         assert torch.equal(model(images), before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "size"), [("vit_tiny_patch16_224", 32), ("mobilevit_xxs", 64), ("efficientvit_b0", 64)]
+)
+def test_images_of_other_than_three_channels_come_all_the_way(name, size, channels, tmp_path):
+    chosen = {"img_size": size} if "patch16" in name else {}
+    model = timm.create_model(name, in_chans=channels, num_classes=3, **chosen).eval()
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.8, weights="uniform"), size)
+    ltm.freeze_(model)
+    assert round(1e9 * ltm.gmacs(model)) == ltm.api.report(model).macs_after
+    images = torch.randn(2, channels, size, size)
+    again = ltm.load(ltm.save(model, tmp_path))
+    assert torch.equal(again(images), model(images))
+    assert again.pretrained_cfg["input_size"] == (channels, size, size)
+
+
+def small(**arguments):
+    """A ViT of few pixels, as timm makes it."""
+    return timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=7, **arguments).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("unusual", [{"act_layer": "relu"}, {"num_heads": 6}])
+def test_a_network_of_other_layers_is_not_taken_for_the_saved_one(unusual, tmp_path):
+    model, images = small(**unusual), torch.randn(2, 3, 64, 64)
+    ltm.merge_tokens_(model, ltm.ToMe(per_block=0.9))
+    ltm.save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"other layers .* made with the arguments"):
+        ltm.load(tmp_path)
+    assert torch.equal(ltm.load(tmp_path, small(**unusual))(images), model(images))
+    remember_arguments(model, unusual)
+    ltm.save(model, tmp_path)
+    assert torch.equal(ltm.load(tmp_path)(images), model(images))
+
+
+def test_folders_without_a_fingerprint_load(tmp_path):
+    model, images = prepared("vit", STATIC)
+    config = ltm.save(model, tmp_path) / "config.json"
+    known = json.loads(config.read_text())
+    del known["fingerprint"]
+    config.write_text(json.dumps(known))
+    with torch.no_grad():
+        assert torch.equal(ltm.load(tmp_path, toy("vit"))(images), model(images))
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_merging_network_has_the_fingerprint_of_the_original(name):
+    model, _ = prepared(name, STATIC)
+    assert fingerprint(model) == fingerprint(toy(name))
+    assert fingerprint(ltm.freeze_(model)) == fingerprint(toy(name))
+    assert len({fingerprint(toy(other)) for other in ("vit", "qk_norm", "swin")}) == 3
+
+
+@torch.no_grad()
+def test_networks_that_take_any_size_do_so_when_they_are_loaded(tmp_path):
+    model = small(dynamic_img_size=True)
+    ltm.merge_tokens_(model, ltm.ToMe(per_block=0.9))
+    images = torch.randn(2, 3, 96, 64)
+    assert torch.equal(ltm.load(ltm.save(model, tmp_path))(images), model(images))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "mobilevit_xxs"])
+def test_feature_extractors_are_not_saved(name, tmp_path):
+    model = timm.create_model(name, features_only=True)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.9), 224)
+    with pytest.raises(ValueError, match="feature maps"):
+        ltm.save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

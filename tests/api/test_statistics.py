@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from timm.utils import ModelEmaV3
 
 import ltm
 from ltm.api import mergers
@@ -62,6 +63,30 @@ def test_an_empty_loader_is_refused():
         ltm.collect_statistics_(converted(), [])
 
 
+def test_a_loader_that_can_be_gone_through_once_is_refused_at_the_door():
+    model, images = converted(), pictures("vit", batch=6)
+    ltm.collect_statistics_(model, [(images, torch.arange(6))])
+    with pytest.raises(ValueError, match=r"loader: got a generator, .* needed 2 times"):
+        ltm.collect_statistics_(model, (batch for batch in [images]))
+    assert all(merger.active for _, merger in mergers(model))
+    assert ltm.collect_statistics_(model, iter([images]), passes=1) == 6
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "sentence"),
+    [
+        ({"image": pictures("vit")}, TypeError, r"loader: got a batch of \(dict\)"),
+        ([pictures("vit")], TypeError, r"loader: got a batch of \(Tensor\)"),
+        ((pictures("vit"), [0, 1]), TypeError, r"loader: got a batch of \(Tensor, list\)"),
+        ((pictures("vit"), torch.arange(3)), ValueError, r"loader: got labels of shape \(3,\)"),
+        ((pictures("vit"), torch.rand(2, 10)), ValueError, "the number of its class"),
+    ],
+)
+def test_what_is_no_batch_is_said(batch, error, sentence):
+    with pytest.raises(error, match=sentence):
+        ltm.collect_statistics_(converted(), [batch])
+
+
 def test_the_informative_step_lowers_the_bound():
     """A small step along the logits reduces the bound that it descends."""
     model, images, labels = converted(), pictures("vit", batch=6), torch.arange(6)
@@ -114,3 +139,13 @@ def test_a_model_costs_one_number_whatever_is_known_of_its_classes(name, support
     assert cost() <= 0.701
     ltm.save(model, tmp_path)
     assert ltm.api.report(ltm.load(tmp_path, toy(name))) == ltm.api.report(model)
+
+
+@torch.no_grad()
+def test_timms_average_of_weights_takes_statistics_over():
+    model, images = toy("vit"), pictures("vit", batch=5)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, gain=2.0))
+    average = ModelEmaV3(model, decay=0.0)
+    ltm.collect_statistics_(model, [(images, torch.arange(5))])
+    average.update(model)
+    torch.testing.assert_close(average.module.eval()(images), model(images))

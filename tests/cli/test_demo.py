@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 import ltm
-from ltm.cli import main
+from ltm.cli import demo, main
 
 
 @pytest.mark.slow
 def test_the_demo_does_the_main_job_from_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(demo.NETWORK_ARGS, "depth", 3)
     options = ["--epochs", "1", "--train-images", "192", "--images", "40", "--no-time"]
-    options += ["--output", str(tmp_path)]
+    options += ["--ratio", "0.6", "--output", str(tmp_path)]
     assert main(["demo", *options]) == 0
     said = capsys.readouterr().out
     assert "Training a small vision transformer" in said

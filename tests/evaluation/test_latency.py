@@ -80,6 +80,12 @@ def test_one_that_fails_does_not_stop_the_others() -> None:
     assert by_name["other", "eager"].milliseconds
 
 
+def test_noise_has_the_channels_that_the_network_takes() -> None:
+    grey = timm.create_model("vit_tiny_patch16_224", in_chans=1, img_size=64, depth=1)
+    (row,) = race(entrants(base=grey), Conditions(**QUICK, batch_size=2))
+    assert not row.error
+
+
 class Wrapping(Tiny):
     """Fails as torch's ONNX exporter does: advice in colours around the cause."""
 

@@ -17,6 +17,7 @@ from ltm.export.information import (
     describe,
     read_class_names,
     saved_class_names,
+    telling_names,
 )
 from ltm.export.job import Export
 from ltm.export.onnx import save_onnx
@@ -143,6 +144,8 @@ def test_class_names_come_from_where_they_are_known(vit: nn.Module, tmp_path: Pa
     (tmp_path / "config.json").write_text('{"label_names": ["cat", "dog"]}')
     assert read_class_names(tmp_path / "config.json") == ("cat", "dog")
     assert saved_class_names(tmp_path) == ("cat", "dog")
+    assert telling_names(["cat", "dog"]) == ("cat", "dog")
+    assert telling_names(["0", "1", "2"]) is None  # ImageNet's folders, as some number them
     (tmp_path / "config.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="holds no class names"):
         read_class_names(tmp_path / "config.json")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ltm
-from ltm.api import mergers, merging_off, watching
+from ltm.api import mergers, merging_off, observe_, watching
 from ltm.core.bottleneck import sample_bounds
 from ltm.core.clustering import class_membership
 from ltm.core.statistics import ClassStatistics
@@ -18,7 +18,6 @@ from ltm.methods.ltm.step import LTMMerger
 from ltm.training.config import ObjectiveSettings
 from ltm.training.objective import Objective, mean_bound
 from ltm.training.statistics import (
-    observe_,
     refresh_statistics_,
     start_statistics_,
     statistical_mergers,

@@ -105,14 +105,12 @@ class MergingMixin(nn.Module):
     slot: Slot
     merger: Merger | None
 
-    def entering(self) -> Tokens:
+    def entering(self, x: Tensor) -> Tokens:
         """What is known about the tokens that come in."""
         slot = self.slot
         if slot.opens:
             slot.state.start()
-        if slot.starts:
-            return Tokens()
-        return slot.state.read(slot.index) or Tokens()
+        return Tokens() if slot.starts else slot.state.enter(slot.index, x)
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
         """Ask the merger, with the hints that it needs added to those that are at hand."""
@@ -253,7 +251,7 @@ def observed_shapes(
 
     handles = [module.register_forward_pre_hook(note) for module in modules]
     try:
-        run_on_meta(meta_model, meta_images(image_size))
+        run_on_meta(meta_model, meta_images(meta_model, image_size))
     finally:
         for handle in handles:
             handle.remove()

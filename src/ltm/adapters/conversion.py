@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ltm.adapters.base import Conversion, adapter_of, select_adapter
+from ltm.adapters.base import Conversion, adapter_of, become_, select_adapter
 from ltm.adapters.planning import Planner
 from ltm.adapters.state import TokenState
 from ltm.core.cost import count_macs, meta_copy, meta_images
+from ltm.core.patches import embed_by_convolution_
 from ltm.methods.base import Merger, MethodConfig
 
 ATTRIBUTE = "token_merging"
@@ -34,6 +37,7 @@ def convert_(model: nn.Module, config: MethodConfig, image_size: tuple[int, int]
 def revert_(model: nn.Module) -> None:
     """Give a model back as it was before `convert_`."""
     adapter_of(getattr(model, ATTRIBUTE).family).revert_(model)
+    embed_by_convolution_(model)
     delattr(model, ATTRIBUTE)
 
 
@@ -47,14 +51,14 @@ def macs_of(model: nn.Module, image_size: tuple[int, int]) -> int:
     shadow = meta_copy(model)
     for merger in mergers_of(shadow).values():
         merger.activate_()
-    return count_macs(shadow, meta_images(image_size))
+    return count_macs(shadow, meta_images(shadow, image_size))
 
 
 def macs_without(model: nn.Module, image_size: tuple[int, int]) -> int:
     """MACs of one image in a converted model as it was before."""
     shadow = meta_copy(model)
     revert_(shadow)
-    return count_macs(shadow, meta_images(image_size))
+    return count_macs(shadow, meta_images(shadow, image_size))
 
 
 @torch.no_grad()
@@ -65,11 +69,33 @@ def adopt_(model: nn.Module, learned: dict[str, Merger]) -> None:
             merger.adopt_(learned[name])
 
 
+@contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Give every module back its class and what it held, where anything inside fails.
+
+    Tensors are not copied: what is changed inside is put in their places, not into them.
+    """
+    before = [(module, type(module), _held(module)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, kind, held in before:
+            become_(module, kind)
+            vars(module).clear()
+            vars(module).update(held)
+        raise
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes; its parameters, buffers and children are in dictionaries of theirs."""
+    return {n: v.copy() if isinstance(v, dict) else v for n, v in vars(module).items()}
+
+
 class Resizable(nn.Module):
     """The parts of timm's interface that change what a conversion was planned for."""
 
     def set_input_size(self, *args: Any, **options: Any) -> None:
-        """Timm's own, on the model as it was; the conversion is planned anew."""
+        """Timm's own, on the model as it was; the conversion is planned anew, or nothing done."""
         if not hasattr(super(), "set_input_size"):
             raise ValueError(
                 "set_input_size: this network takes any size and timm gives it none; convert it "
@@ -82,11 +108,12 @@ class Resizable(nn.Module):
             kind = "a frozen model" if conversion.frozen else "a model with explicit counts"
             raise ValueError(f"set_input_size: {kind} is made for one size; resize before that.")
         learned = mergers_of(self)
-        revert_(self)
-        host = cast("Any", self)
-        host.set_input_size(*args, **options)
-        convert_(self, conversion.config, tuple(host.patch_embed.img_size))
-        adopt_(self, learned)
+        with all_or_nothing(self):
+            revert_(self)
+            host = cast("Any", self)
+            host.set_input_size(*args, **options)
+            convert_(self, conversion.config, tuple(host.patch_embed.img_size))
+            adopt_(self, learned)
 
     def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
         """Timm's own; class statistics of the old classes are forgotten, the cost counted anew.

@@ -66,7 +66,7 @@ class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
     """The paper's block for efficient transformers, on EfficientViT."""
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.entering()
+        tokens = self.entering(x)
         slot = self.slot
         slot.state.write(("size", slot.index), tokens.size if slot.proportional else None)
         z = self.context_module(x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ltm.adapters.base import become_
 from ltm.adapters.conversion import Resizable
-from ltm.adapters.state import TokenState
+from ltm.adapters.state import Tokens, TokenState, require_sizes
 from ltm.core.schedule import Grid
 
 SMALL_MAP = 64
@@ -67,6 +67,7 @@ class SizedPool(SelectAdaptivePool2d):
     def forward(self, x: Tensor) -> Tensor:
         size = self.state.take(POOL)
         if size is not None and self.pool_type in ("avg", "fastavg", "fast"):
+            require_sizes(size, x)
             share = (size / size.mean(dim=(1, 2), keepdim=True)).to(x.dtype)
             if x.shape[2:] == size.shape[1:]:
                 x = x * share[:, None]
@@ -95,12 +96,33 @@ def restore_maps(
 class MergingGridModel(Resizable):
     """A converted grid network: intermediates come at their nominal size."""
 
+    token_state: TokenState
+
+    def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """Timm's own; what comes out is known to the head, also after other forwards."""
+        features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        state = self.token_state
+        state.remember(features, Tokens(size=state.read(POOL)))
+        return features
+
+    def forward_head(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """Timm's own, on features of whichever forward."""
+        known = self.token_state.recall(x)
+        if known is not None:
+            self.token_state.write(POOL, known.size)
+        return super().forward_head(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
+        """As for all networks; a new pool knows sizes too."""
+        super().reset_classifier(num_classes, *args, **options)
+        size_pools_(self, self.token_state)
+
     def forward_intermediates(
-        self, x: Tensor, indices: int | list[int] | None = None, **options: Any
+        self, x: Tensor, indices: int | list[int] | None = None, *args: Any, **options: Any
     ) -> Any:
         """Timm's own, with every map resampled to the size that its stride promises."""
         info = cast("Any", self).feature_info
-        out = super().forward_intermediates(x, indices, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        out = super().forward_intermediates(x, indices, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         taken, _ = feature_take_indices(len(info), indices)
         reductions = [info[index]["reduction"] for index in taken]
         image = (x.shape[-2], x.shape[-1])
@@ -124,9 +146,16 @@ def convert_model_(model: nn.Module, state: TokenState, classes: dict[type, type
     for module in model.modules():
         if type(module) in classes:
             become_(module, classes[type(module)])
+            cast("Any", module).token_state = state
         elif type(module) is FeatureListNet:
             become_(module, MergingFeatures)
-        elif type(module) is SelectAdaptivePool2d:
+    size_pools_(model, state)
+
+
+def size_pools_(model: nn.Module, state: TokenState) -> None:
+    """Let the pools of a network weigh tokens by size."""
+    for module in model.modules():
+        if type(module) is SelectAdaptivePool2d:
             become_(module, SizedPool)
             cast("SizedPool", module).state = state
 
@@ -136,6 +165,7 @@ def revert_model_(model: nn.Module, classes: dict[type, type]) -> None:
     hosts = {merging: host for host, merging in classes.items()} | {MergingFeatures: FeatureListNet}
     for module in model.modules():
         if type(module) in hosts:
+            module.__dict__.pop("token_state", None)
             become_(module, hosts[type(module)])
         elif type(module) is SizedPool:
             del module.state

@@ -76,7 +76,7 @@ class MergingLayer(MergingMixin, HostBlock):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        tokens = self.entering()
+        tokens = self.entering(x)
         size = tokens.size
         if size is not None and size.shape[0] > 1:
             size = size.repeat_interleave(self.area, dim=0)
@@ -105,7 +105,9 @@ class MergingLayer(MergingMixin, HostBlock):
         found: dict[str, Tensor] = {}
         if merger.needs:
             qkv = self.slot.state.take(("qkv", self.slot.index))
-            per_pixel = attention_hints(self.attn, qkv, context["size"], merger.needs, num_prefix=0)
+            per_pixel = attention_hints(
+                self.attn, qkv, context["size"], merger.needs, class_token=False
+            )
             for name, value in per_pixel.items():
                 if name == "keys":
                     found[name] = pixels_to_patches(value, self.area)

@@ -5,12 +5,13 @@ Everything here happens on a copy of the model on `meta`; the user's model is no
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from ltm.adapters.base import Adapter, Run
 from ltm.adapters.state import TokenState
@@ -45,7 +46,7 @@ class Plan:
 
 
 class Planner:
-    """Plans for one model, one method and one input size."""
+    """Plans for one model, one method and one input size. What was counted is not counted again."""
 
     def __init__(
         self,
@@ -54,16 +55,27 @@ class Planner:
         config: MethodConfig,
         image_size: tuple[int, int],
     ) -> None:
-        self.adapter, self.config = adapter, config
+        self.adapter = adapter
         self.shadow = meta_copy(model)
-        images = meta_images(image_size)
+        images = meta_images(self.shadow, image_size)
+        self.macs_before = _count_original(self.shadow, images)
         self.tally = Tally(self.shadow, images)
         self._costs: dict[object, int] = {}
         self.layout = adapter.layout(self.shadow, image_size)
-        self.macs_before = count_macs(self.shadow, images)
+        self.set_config_(config)
+
+    def set_config_(self, config: MethodConfig) -> None:
+        """Plan for this config from now on."""
+        self.config = config
         self.keeps_grid = self.layout.entry is not None and config.keeps_grid()
         self.chosen = self._chosen_blocks()
         self.step = self.layout.multiple
+
+    def with_config(self, config: MethodConfig) -> Planner:
+        """A planner of the same model for another config, which knows what this one counted."""
+        other = copy.copy(self)
+        other.set_config_(config)
+        return other
 
     def plan(self) -> Plan:
         """The plan that the config asks for; a ValueError where it cannot be met."""
@@ -83,7 +95,7 @@ class Planner:
     def cost(self, counts: Counts) -> int:
         """MACs of the converted network, the mask modules at work."""
         sites = self.sites(counts)
-        key = self.config, sites
+        key = self.config.without_amount(), sites
         if key not in self._costs:
             self._costs[key] = self._count(sites)
         return self._costs[key]
@@ -95,7 +107,8 @@ class Planner:
             for module in self.shadow.modules():
                 if isinstance(module, Merger):
                     module.activate_()
-            return self.tally.count(self.adapter.units(self.shadow), self.config, state)
+            config = self.config.without_amount()
+            return self.tally.count(self.adapter.units(self.shadow), config, state)
         finally:
             self.adapter.revert_(self.shadow)
 
@@ -290,3 +303,15 @@ class Planner:
             num_in=num_in,
             num_out=num_out,
         )
+
+
+def _count_original(shadow: nn.Module, images: Tensor) -> int:
+    """The MACs of the untouched network; a size that it cannot take is a ValueError."""
+    try:
+        return count_macs(shadow, images)
+    except (RuntimeError, AssertionError, ZeroDivisionError) as error:
+        height, width = images.shape[-2:]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"image_size: the model cannot take images of {height} x {width} pixels ({reason})."
+        ) from error

@@ -3,7 +3,10 @@
 `timm` runs its blocks one after the other with nothing but the tokens between them, so what a
 merge leaves behind (sizes, the carry, the merges so far) waits in a slot: block 0 starts fresh,
 block i reads slot i and writes slot i + 1. There is no hook and no reset, so stopping early,
-checkpointing, copying and exporting need no care.
+copying and exporting need no care.
+
+Tensors that somebody may come back with, after other forwards, are known by themselves: the input
+of a block, with which gradient checkpointing runs it again, and features that a head is given.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltm.core.merge import Merge
 from ltm.methods.base import Decision, Hints, Merger
@@ -30,6 +34,15 @@ class Tokens:
     carry: Tensor | None = None
     merges: tuple[Merge, ...] = ()
     """All merges since the tokens were patches."""
+
+
+def require_sizes(size: Tensor, x: Tensor) -> None:
+    """Refuse features of which nothing is known: sizes are those of another batch."""
+    if not torch.compiler.is_compiling() and size.shape[0] not in (1, x.shape[0]):
+        raise ValueError(
+            f"forward_head: got features of {x.shape[0]} images, and the last forward had "
+            f"{size.shape[0]}; give what forward_features returned, as it is."
+        )
 
 
 @dataclass(eq=False)
@@ -48,16 +61,18 @@ class Record:
 
 @dataclass(eq=False)
 class _Forward(threading.local):
-    """One thread's slots."""
+    """One thread's slots, and those of blocks that a backward pass runs again."""
 
     slots: dict[Any, Any] = field(default_factory=dict)
+    again: dict[Any, Any] = field(default_factory=dict)
+    backward: int = -1
     records: list[Record] | None = None
     labels: Tensor | None = None
 
 
-def _recomputing() -> bool:
-    """Whether a backward pass is running, as `torch.utils.checkpoint` asks it itself."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore # noqa: PGH003, SLF001
+def _backward() -> int:
+    """The backward pass that is running, as `torch.utils.checkpoint` asks it itself; -1: none."""
+    return torch._C._current_graph_task_id()  # pyright: ignore # noqa: PGH003, SLF001
 
 
 class TokenState:
@@ -67,6 +82,7 @@ class TokenState:
         self._forward = _Forward()
         self._latest = self._forward.slots
         self._traced: dict[Any, Any] = {}
+        self._known = WeakTensorKeyDictionary()
         self.merging = True
         """Whether blocks merge at all; one switch for all threads, as autograd has its own."""
 
@@ -80,22 +96,53 @@ class TokenState:
         # A graph is traced once for all threads, and tracers cannot look into thread-locals.
         if torch.compiler.is_compiling():
             return self._traced
-        # Gradient checkpointing runs blocks again on autograd's threads, which have no slots.
-        if _recomputing():
-            return self._latest
-        return self._forward.slots
+        backward, forward = _backward(), self._forward
+        if backward == -1:
+            return forward.slots
+        if forward.backward != backward:
+            forward.backward, forward.again = backward, {}
+        return forward.again
 
     def start(self) -> None:
         """Forget the forward before: called by the first block."""
-        if not torch.compiler.is_compiling() and not _recomputing():
+        if not torch.compiler.is_compiling() and _backward() == -1:
             self._forward.slots = {}
             self._latest = self._forward.slots
+
+    def enter(self, index: int, x: Tensor) -> Tokens:
+        """What is known about the tokens that enter a block."""
+        if torch.compiler.is_compiling():
+            if index not in self._traced:
+                raise RuntimeError(
+                    f"torch.compile: block {index} alone cannot know what was merged before it; "
+                    "compile the whole model."
+                )
+            return self._traced[index]
+        if _backward() == -1:
+            tokens = self._forward.slots.get(index) or Tokens()
+            if torch.is_grad_enabled():
+                self.remember(x, tokens)
+            return tokens
+        # Run again, maybe after other forwards and on a thread of autograd's own.
+        return self.recall(x) or self.read(index) or Tokens()
+
+    def remember(self, x: Tensor, tokens: Tokens) -> None:
+        """Know a tensor by itself, for as long as somebody holds it."""
+        if not torch.compiler.is_compiling():
+            self._known[x] = tokens
+
+    def recall(self, x: Tensor) -> Tokens | None:
+        """What is known about a tensor by itself."""
+        return None if torch.compiler.is_compiling() else self._known.get(x)
 
     def write(self, key: Any, value: Any) -> None:
         self._slots()[key] = value
 
     def read(self, key: Any) -> Any:
-        return self._slots().get(key)
+        slots = self._slots()
+        if key in slots or torch.compiler.is_compiling() or _backward() == -1:
+            return slots.get(key)
+        return self._latest.get(key)
 
     def take(self, key: Any) -> Any:
         """Read once: what is large does not outlive its use."""

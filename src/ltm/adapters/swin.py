@@ -42,11 +42,13 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
 
     window: Grid
     shift: Grid
+    whole: bool
+    """No block before has merged: the map is the host's own, at whichever image size."""
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.entering()
+        tokens = self.entering(x)
         grid = (x.shape[1], x.shape[2])
-        windows = Windows(grid, self.window, self.shift)
+        windows = Windows(grid, self.window, self.shift, shift_first=self.whole)
         z = x + self.drop_path1(self.attend(self.norm1(x), tokens, windows))
         keeps_grid = self.merger is None or self.merger.keeps_grid
         merged, tokens, merge = self.merge(
@@ -63,11 +65,10 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         return out.unflatten(1, grid)
 
     def attend(self, x: Tensor, tokens: Tokens, windows: Windows) -> Tensor:
-        """Window attention; the host's own wherever its map is the one it was built for."""
-        size = tokens.size if self.slot.proportional else None
-        own = windows.window == tuple(cast("Grid", self.window_size))
-        if size is None and own and windows.grid == tuple(cast("Grid", self.input_resolution)):
+        """Window attention; the host's own wherever nothing was merged."""
+        if self.whole:
             return self._attn(x)
+        size = tokens.size if self.slot.proportional else None
         return windows.join(self.attn(windows.cut(x), mask=windows.mask(size, x)))
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
@@ -81,7 +82,7 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         found: dict[str, Any] = {}
         if merger.needs:
             qkv = self.slot.state.take(("qkv", self.slot.index))
-            found = attention_hints(self.attn, qkv, real, merger.needs, num_prefix=0)
+            found = attention_hints(self.attn, qkv, real, merger.needs, class_token=False)
         num_out = merger.site.count_for(inside.shape[1])
         inner = merger(inside, Hints(num_out=num_out, size=real, labels=hints.labels, **found))
         return Decision(merge=WindowMerge(inner=inner.merge, windows=windows))
@@ -167,15 +168,14 @@ class SwinAdapter(Adapter):
 def _merged_grids(
     blocks: Sequence[SwinTransformerBlock], slots: Sequence[Slot]
 ) -> list[Grid | None]:
-    """The map that enters each block, from the first site on; None where it is the host's own."""
+    """The map that enters each block, after the first merge; None where it is the host's own."""
     grids: list[Grid | None] = []
     grid, width = None, blocks[0].dim
     for block, slot in zip(blocks, slots, strict=True):
         grid = halve(grid) if grid is not None and block.dim != width else grid
         width, site = block.dim, slot.site
-        grid = grid if site is None else site.grid_in
         grids.append(grid)
-        grid = grid if site is None else site.grid_out
+        grid = site.grid_out if site is not None and site.merges else grid
     return grids
 
 
@@ -184,7 +184,7 @@ def _convert_block_(block: Any, config: MethodConfig, slot: Slot, grid: Grid | N
     window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
     if grid is not None and grid != tuple(block.input_resolution):
         window, shift = _fit_window_(block, grid, slot)
-    block.slot, block.window, block.shift = slot, window, shift
+    block.slot, block.window, block.shift, block.whole = slot, window, shift, grid is None
     if block.merger is not None and block.merger.needs:
         tap_(block.attn.qkv, slot.state, ("qkv", slot.index))
     become_(block, MergingSwinBlock)
@@ -234,20 +234,21 @@ class _Fitted:
 
     window: Grid
     shift: Grid
+    whole: bool
     attention: dict[str, Any]
 
 
 def _host_windows_(block: MergingSwinBlock) -> _Fitted:
     """Use the host's own windows, and say what was in use."""
     attention = {name: getattr(block.attn, name) for name in block.slot.original}
-    before = _Fitted(block.window, block.shift, attention)
-    window, shift = tuple(block.window_size), tuple(block.shift_size)
-    _set_windows_(block, _Fitted(cast("Grid", window), cast("Grid", shift), block.slot.original))
+    before = _Fitted(block.window, block.shift, block.whole, attention)
+    window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
+    _set_windows_(block, _Fitted(window, shift, True, block.slot.original))
     return before
 
 
 def _set_windows_(block: MergingSwinBlock, windows: _Fitted) -> None:
-    block.window, block.shift = windows.window, windows.shift
+    block.window, block.shift, block.whole = windows.window, windows.shift, windows.whole
     device = block.attn.relative_position_bias_table.device
     for name, value in windows.attention.items():
         setattr(block.attn, name, value.to(device) if isinstance(value, Tensor) else value)
@@ -258,6 +259,6 @@ def _revert_block_(block: nn.Module) -> None:
         return
     untap_(block.attn.qkv)
     _host_windows_(block)
-    for name in ("merger", "slot", "window", "shift"):
+    for name in ("merger", "slot", "window", "shift", "whole"):
         delattr(block, name)
     become_(block, SwinTransformerBlock)

@@ -22,8 +22,8 @@ class _Counted(NamedTuple):
 
     macs: int
     shape: tuple[int, ...]
-    size: Tensor | None
-    """The sizes of the tokens that it leaves."""
+    tokens: Tokens
+    """What it leaves for the next block; its merges are those that it added itself."""
 
 
 class Tally:
@@ -60,12 +60,13 @@ class Tally:
             key = what, tuple(args[0].shape)
             if key in self._counted:
                 return self._pass_over(args[0], self._counted[key], slot, state)
-            before = self._counter.get_total_flops()
+            before, merges = self._counter.get_total_flops(), _entering(slot, state).merges
             out = forward(*args)
             if isinstance(out, Tensor):
-                size = None if slot is None else (state.read(slot.index + 1) or Tokens()).size
+                left = Tokens() if slot is None else state.read(slot.index + 1) or Tokens()
+                added = Tokens(size=left.size, merges=left.merges[len(merges) :])
                 macs = (self._counter.get_total_flops() - before) // 2
-                self._counted[key] = _Counted(macs, tuple(out.shape), size)
+                self._counted[key] = _Counted(macs, tuple(out.shape), added)
             return out
 
         return run
@@ -75,8 +76,16 @@ class Tally:
     ) -> Tensor:
         self._passed += known.macs
         if slot is not None:
-            state.write(slot.index + 1, Tokens(size=known.size))
+            merges = (*_entering(slot, state).merges, *known.tokens.merges)
+            state.write(slot.index + 1, Tokens(size=known.tokens.size, merges=merges))
         return x.new_empty(known.shape)
+
+
+def _entering(slot: Slot | None, state: TokenState) -> Tokens:
+    """What is known about the tokens that enter a block."""
+    if slot is None or slot.starts:
+        return Tokens()
+    return state.read(slot.index) or Tokens()
 
 
 def _apart_from(model: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
@@ -94,4 +103,4 @@ def _signature(unit: nn.Module) -> tuple[object, ...]:
     weights = tuple(tuple(p.shape) for n, p in unit.named_parameters() if "merger" not in n)
     mergers = ((path, m) for path, m in unit.named_modules() if isinstance(m, Merger))
     sites = tuple((path, type(m).__name__, m.site) for path, m in mergers)
-    return type(unit).__name__, weights, sites
+    return type(unit).__name__, weights, sites, getattr(unit, "window", None)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
+import torch
 from timm.layers.attention import Attention
 from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
@@ -26,7 +27,7 @@ from ltm.adapters.base import (
     register,
 )
 from ltm.adapters.conversion import Resizable
-from ltm.adapters.state import Tokens, TokenState
+from ltm.adapters.state import Tokens, TokenState, require_sizes
 from ltm.adapters.taps import tap_, untap_
 from ltm.core import fused, operators
 from ltm.core.merge import restore_through
@@ -36,10 +37,13 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 class MergingBlock(MergingMixin, HostBlock):
     """A ViT block that merges its attention output: the paper's block for regular transformers."""
 
+    class_token: bool
+    """Whether the first token is one; there may be registers without it."""
+
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        tokens = self.entering()
+        tokens = self.entering(x)
         if (attn_mask is not None or is_causal) and tokens.merges:
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
         size = tokens.size if self.slot.proportional else None
@@ -59,7 +63,7 @@ class MergingBlock(MergingMixin, HostBlock):
                 qkv,
                 hints.size,
                 merger.needs,
-                merger.site.num_prefix,
+                class_token=self.class_token,
                 power=self.slot.counting,
             )
         return merger(z, dataclasses.replace(hints, **found))
@@ -97,13 +101,13 @@ def attention_hints(
     qkv: Tensor,
     size: Tensor | None,
     needs: frozenset[str],
-    num_prefix: int,
     *,
+    class_token: bool,
     power: float = 1.0,
 ) -> dict[str, Tensor]:
     """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
     host = cast("Attention", attn)
-    plain = needs == {"importance"} and num_prefix and _is_plain(host)
+    plain = needs == {"importance"} and class_token and _is_plain(host)
     if plain and fused.takes_importance(qkv, host.head_dim):
         return {"importance": operators.importance(qkv, size, host.num_heads, host.scale, power)}
     query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
@@ -113,7 +117,7 @@ def attention_hints(
     if "keys" in needs:
         found["keys"] = key.mean(dim=2)
     if "importance" in needs:
-        asking = query[:, :1] if num_prefix else query.mean(dim=1, keepdim=True)
+        asking = query[:, :1] if class_token else query.mean(dim=1, keepdim=True)
         found["importance"] = _received(asking, key, host.scale, size, power).mean(dim=1)
     if "attention" in needs:
         received = _received(query, key, host.scale, size, power)
@@ -136,32 +140,51 @@ def _received(
 class MergingModel(Resizable):
     """What a converted ViT does differently as a whole: pooling, intermediates, resizing."""
 
-    def _final(self) -> Tokens:
-        blocks = cast("Any", self).blocks
-        slot: Slot = blocks[-1].slot
-        return slot.state.read(slot.index + 1) or Tokens()
+    def _last_slot(self) -> Slot:
+        return cast("Any", self).blocks[-1].slot
+
+    def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """Timm's own; what comes out is known to the pool, also after other forwards."""
+        features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        slot = self._last_slot()
+        slot.state.remember(features, slot.state.read(slot.index + 1) or Tokens())
+        return features
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
-        """Averages weigh tokens by the patches they stand for."""
-        host = cast("VisionTransformer", self)
+        """Averages weigh tokens by the patches they stand for; what is not there is no largest."""
+        host, slot = cast("VisionTransformer", self), self._last_slot()
         kind = host.global_pool if pool_type is None else pool_type
-        size = self._final().size
-        if kind not in ("avg", "avgmax") or size is None or size.shape[1] != x.shape[1]:
+        tokens: Tokens = slot.state.recall(x) or slot.state.read(slot.index + 1) or Tokens()
+        size = tokens.size
+        if kind not in ("avg", "avgmax", "max") or size is None or size.shape[1] != x.shape[1]:
             return super().pool(x, pool_type)  # pyright: ignore[reportAttributeAccessIssue]
+        require_sizes(size, x)
         k = 0 if host.pool_include_prefix else host.num_prefix_tokens
-        share = size[:, k:] / size[:, k:].sum(dim=1, keepdim=True)
-        mean = (x[:, k:] * share[..., None].to(x.dtype)).sum(dim=1)
-        return mean if kind == "avg" else 0.5 * (mean + x[:, k:].amax(dim=1))
+        x, size = x[:, k:], size[:, k:, None]
+        share = (size / size.sum(dim=1, keepdim=True)).to(x.dtype)
+        largest = x.masked_fill(size <= 0, -torch.inf).amax(dim=1) if "max" in kind else None
+        if kind == "max":
+            return cast("Tensor", largest)
+        mean = (x * share).sum(dim=1)
+        return mean if largest is None else 0.5 * (mean + largest)
 
-    def forward_intermediates(
-        self, x: Tensor, indices: int | list[int] | None = None, **options: Any
+    def forward_intermediates(  # noqa: PLR0917 - timm's own arguments, in its order
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        *args: Any,
+        **options: Any,
     ) -> Any:
         """Timm's own, with every intermediate spread back to the full patch grid."""
-        host = cast("VisionTransformer", self)
-        as_map = options.pop("output_fmt", "NCHW") == "NCHW"
+        assert output_fmt in ("NCHW", "NLC"), "Output format must be one of NCHW or NLC."
+        host, as_map = cast("VisionTransformer", self), output_fmt == "NCHW"
         grid = host.patch_embed.dynamic_feat_size(x.shape[-2:])
         out = super().forward_intermediates(  # pyright: ignore[reportAttributeAccessIssue]
-            x, indices, output_fmt="NLC", **options
+            x, indices, return_prefix_tokens, norm, stop_early, "NLC", *args, **options
         )
         taken, _ = feature_take_indices(len(host.blocks), indices)
 
@@ -199,7 +222,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def find_vit(model: nn.Module) -> VisionTransformer | None:
-    """The ViT itself, also inside timm's feature extractor."""
+    """The ViT itself, also inside timm's feature extractor or another module."""
     return next((m for m in model.modules() if isinstance(m, VisionTransformer)), None)
 
 
@@ -216,6 +239,8 @@ class ViTAdapter(Adapter):
     def refusal(self, model: nn.Module) -> str | None:
         vit = find_vit(model)
         assert vit is not None
+        if sum(isinstance(module, VisionTransformer) for module in model.modules()) > 1:
+            return "it holds more than one ViT; convert each of them by itself."
         if type(vit) not in _CLASSES and not isinstance(vit, MergingModel):
             return f"{type(vit).__name__} is a variant of ViT that is not known here."
         for block in vit.blocks:
@@ -245,17 +270,20 @@ class ViTAdapter(Adapter):
         for block, slot in zip(vit.blocks, make_slots(config, sites, state, starts), strict=True):
             slot.counting = config.counting()
             convert_block_(block, config, slot)
+            cast("Any", block).class_token = vit.cls_token is not None
         become_(vit, _CLASSES[type(vit)])
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        # Intermediates are restored by the merges in the state: then no block can be passed over.
-        return list(model.blocks) if isinstance(model, VisionTransformer) else []
+        vit = find_vit(model)
+        assert vit is not None
+        return list(vit.blocks)
 
     def revert_(self, model: nn.Module) -> None:
         vit = find_vit(model)
         assert vit is not None
         for block in vit.blocks:
             revert_block_(block)
+            vars(block).pop("class_token", None)
         hosts = {merging: host for host, merging in _CLASSES.items()}
         become_(vit, hosts.get(type(vit), type(vit)))
 

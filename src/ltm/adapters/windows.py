@@ -26,6 +26,8 @@ class Windows:
     grid: Grid
     window: Grid
     shift: Grid
+    shift_first: bool = False
+    """Shifted, then padded, as timm does it."""
 
     @property
     def padded(self) -> Grid:
@@ -34,19 +36,20 @@ class Windows:
 
     def cut(self, x: Tensor) -> Tensor:
         """`b h w c -> (b windows) area c`. Padding before shifting keeps edges apart."""
-        (h, w), (hp, wp) = self.grid, self.padded
-        if (h, w) != (hp, wp):
-            x = F.pad(x, (0, 0, 0, wp - w, 0, hp - h))
-        if any(self.shift):
-            x = torch.roll(x, (-self.shift[0], -self.shift[1]), (1, 2))
+        back = (-self.shift[0], -self.shift[1])
+        x = self._pad(_roll(x, back)) if self.shift_first else _roll(self._pad(x), back)
         return window_partition(x, self.window).flatten(1, 2)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        (h, w), (hp, wp) = self.grid, self.padded
+        return x if (h, w) == (hp, wp) else F.pad(x, (0, 0, 0, wp - w, 0, hp - h))
 
     def join(self, windows: Tensor) -> Tensor:
         """`(b windows) area c -> b h w c`, the inverse of `cut`."""
         x = window_reverse(windows.unflatten(1, self.window), self.window, *self.padded)
-        if any(self.shift):
-            x = torch.roll(x, self.shift, (1, 2))
-        return x[:, : self.grid[0], : self.grid[1]].contiguous()
+        h, w = self.grid
+        x = _roll(x[:, :h, :w], self.shift) if self.shift_first else _roll(x, self.shift)[:, :h, :w]
+        return x.contiguous()
 
     def mask(self, size: Tensor | None, reference: Tensor) -> Tensor | None:
         """The bias of the scores, `windows area area`: who may attend, and log sizes of keys."""
@@ -69,6 +72,10 @@ class Windows:
             place = torch.arange(side, device=reference.device)
             parts.append((place >= side - window).int() + (place >= side - shift).int())
         return (3 * parts[0][:, None] + parts[1])[None, :, :, None]
+
+
+def _roll(x: Tensor, by: Grid) -> Tensor:
+    return torch.roll(x, by, (1, 2)) if any(by) else x
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -22,6 +22,7 @@ from ltm.api.watching import (
     collect_statistics_,
     merge_maps,
     merging_off,
+    observe_,
     watching,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "merge_tokens_",
     "mergers",
     "merging_off",
+    "observe_",
     "reconvert_",
     "report",
     "save",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from ltm.adapters import Conversion
 from ltm.adapters.conversion import (
     ATTRIBUTE,
     adopt_,
+    all_or_nothing,
     convert_,
     macs_of,
     mergers_of,
@@ -64,6 +66,7 @@ def merge_tokens_(
     The model keeps its checkpoint keys and timm's interface; `unmerge_tokens_` undoes it. What
     cannot be done is a ValueError, raised before the model is changed.
     """
+    _require_network(model)
     if not isinstance(config, MethodConfig):
         raise TypeError(f"config: got {type(config).__name__}; give LTM, ToMe, ToFu or LTMP.")
     if is_merging(model):
@@ -72,6 +75,13 @@ def merge_tokens_(
         )
     convert_(model, config, image_size_of(model, image_size))
     return report(model)
+
+
+def _require_network(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model: got {type(model).__name__}; give a network, timm.create_model(...)."
+        )
 
 
 def unmerge_tokens_(model: nn.Module) -> None:
@@ -95,14 +105,10 @@ def reconvert_(
     before = conversion_of(model)
     if before.frozen:
         raise ValueError("model: it is frozen, and a frozen model cannot be changed.")
-    learned = mergers_of(model)
-    revert_(model)
-    try:
+    with all_or_nothing(model):
+        learned = mergers_of(model)
+        revert_(model)
         convert_(model, config, image_size or before.image_size)
-    except ValueError:
-        convert_(model, before.config, before.image_size)
-        raise
-    finally:
         adopt_(model, learned)
     return report(model)
 
@@ -154,13 +160,14 @@ def gmacs(model: nn.Module, image_size: int | tuple[int, int] | None = None) -> 
     Mask modules count as at work, also before class statistics are collected, when informative
     weights still rest: one number for one model, and that of its `report`.
     """
+    _require_network(model)
     return macs_of(model, image_size_of(model, image_size)) / 1e9
 
 
 def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) -> tuple[int, int]:
     """The input size that is meant: the given one, or else the model's own."""
     if given is not None:
-        return (given, given) if isinstance(given, int) else (int(given[0]), int(given[1]))
+        return _pixels(given)
     if is_merging(model):
         return conversion_of(model).image_size
     for module in model.modules():
@@ -171,3 +178,15 @@ def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) 
     if "input_size" in known:
         return tuple(known["input_size"][-2:])
     raise ValueError("image_size: the model does not say; give it, for example image_size=224.")
+
+
+def _pixels(given: int | tuple[int, int]) -> tuple[int, int]:
+    """Height and width of images; what is none is a ValueError."""
+    sides = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    try:
+        height, width = map(index, sides)
+    except (TypeError, ValueError):
+        height = width = 0
+    if min(height, width) < 1:
+        raise ValueError(f"image_size: got {given!r}; give a number of pixels, or (height, width).")
+    return height, width

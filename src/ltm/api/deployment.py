@@ -11,12 +11,15 @@ from typing import Any
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet
 from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
 from ltm.adapters.conversion import macs_of
 from ltm.api.conversion import conversion_of, merge_tokens_, mergers, set_conversion, token_counts
+from ltm.api.fingerprint import fingerprint
 from ltm.api.watching import watching
+from ltm.core.cost import channels_of
 from ltm.core.patches import embed_by_product_
 from ltm.methods import config_from_dict
 
@@ -46,7 +49,7 @@ def freeze_(model: nn.Module) -> nn.Module:
 def _fold_(model: nn.Module) -> None:
     """All of `freeze_` but its counting."""
     done, parameter = conversion_of(model), next(model.parameters())
-    images = parameter.new_zeros(1, 3, *done.image_size)
+    images = parameter.new_zeros(1, channels_of(model), *done.image_size)
     model.eval()
     with watching(model) as records:
         model(images)
@@ -65,10 +68,11 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     The layout is that of timm on the Hugging Face hub, with one more entry, `token_merging`.
     """
     done = conversion_of(model)
+    _require_whole(model)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config = {
         **_host_arguments(model, done.image_size),
+        _FINGERPRINT: fingerprint(model),
         "token_merging": {
             **done.config.to_dict(),
             "image_size": done.image_size,
@@ -80,9 +84,19 @@ def save(model: nn.Module, folder: str | Path) -> Path:
             "macs_after": done.macs_after,
         },
     }
+    text = json.dumps(config, indent=2) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
     write_weights(model, folder)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, default=str) + "\n")
+    (folder / CONFIG).write_text(text)
     return folder
+
+
+def _require_whole(model: nn.Module) -> None:
+    if isinstance(model, FeatureDictNet | FeatureGetterNet | FeatureHookNet):
+        raise ValueError(
+            "model: it gives feature maps (features_only=True), and timm cannot make it again; "
+            "convert and save the whole network."
+        )
 
 
 def write_weights(model: nn.Module, folder: Path) -> None:
@@ -109,6 +123,11 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
         arguments = config.get("model_args", {})
         model = remember_arguments(
             timm.create_model(config["architecture"], **arguments), arguments
+        )
+    if config.get(_FINGERPRINT, fingerprint(model)) != fingerprint(model):
+        raise ValueError(
+            f"{folder}: the saved network was built of other layers (activations or heads, say) "
+            f"than {config['architecture']} here; {_MADE_ALIKE}"
         )
     exact = dataclasses.replace(
         method,
@@ -143,6 +162,8 @@ _CONVERSION_ENTRIES = (
 )
 
 
+_FINGERPRINT = "fingerprint"
+_MADE_ALIKE = "give load a model made with the arguments of the saved one."
 _MADE_WITH = "made_with"
 _NOT_ITS_SHAPE = ("pretrained", "num_classes", "drop_path_rate")
 
@@ -162,6 +183,11 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
     patch_embed: Any = getattr(host, "patch_embed", None)
     if getattr(patch_embed, "img_size", None):
         arguments["img_size"] = list(patch_embed.img_size)
+    channels = channels_of(model)
+    if channels != 3:
+        arguments["in_chans"] = channels
+    if getattr(host, "dynamic_img_size", False):
+        arguments["dynamic_img_size"] = True
     if isinstance(model, SwinTransformer):  # resizing gives it other windows
         arguments["window_size"] = list(host.layers[0].blocks[0].window_size)
     if isinstance(getattr(host, "global_pool", None), str) and known:
@@ -174,18 +200,18 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
         "num_classes": arguments["num_classes"],
         "model_args": arguments,
         "pretrained_cfg": _at_size(
-            {k: v for k, v in known.items() if isinstance(v, _PLAIN)}, image_size
+            {k: v for k, v in known.items() if isinstance(v, _PLAIN)}, (channels, *image_size)
         ),
     }
 
 
-def _at_size(known: dict[str, Any], image_size: tuple[int, int]) -> dict[str, Any]:
-    """What timm knows about a host's images, with the size that it was converted for."""
+def _at_size(known: dict[str, Any], size: tuple[int, int, int]) -> dict[str, Any]:
+    """What timm knows about a host's images, with channels and size as it was converted for."""
     before = tuple(known.get("input_size") or ())
-    if not before or before[-2:] == image_size:
+    if not before or before == size:
         return known
     kept = {k: v for k, v in known.items() if k not in ("test_input_size", "test_crop_pct")}
-    return {**kept, "input_size": (before[0], *image_size)}
+    return {**kept, "input_size": size}
 
 
 def _expect_(model: nn.Module, saved: Mapping[str, Any], image_size: tuple[int, int]) -> None:
@@ -196,7 +222,8 @@ def _expect_(model: nn.Module, saved: Mapping[str, Any], image_size: tuple[int, 
     own: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     gone = {k: None for k in ("test_input_size", "test_crop_pct") if k in own}
     host: Any = model
-    host.pretrained_cfg = host.default_cfg = _at_size({**own, **gone, **values}, image_size)
+    size = channels_of(model), *image_size
+    host.pretrained_cfg = host.default_cfg = _at_size({**own, **gone, **values}, size)
 
 
 _PLAIN = (str, int, float, bool, list, tuple, type(None))
@@ -222,7 +249,6 @@ def _load_weights_(model: nn.Module, folder: Path) -> None:
         ours = tuple(own[name].shape) if name in own else "nothing"
         if ours != theirs:
             raise ValueError(
-                f"{folder}: {name} is {theirs} in the file and {ours} in the model; give load a "
-                "model made with the arguments of the saved one."
+                f"{folder}: {name} is {theirs} in the file and {ours} in the model; {_MADE_ALIKE}"
             )
     model.load_state_dict(weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,12 @@ def merge_maps(model: nn.Module, images: Tensor) -> dict[int, Tensor]:
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[list[Record]]:
-    """Collect what happens at every block of a converted model in the forwards inside."""
-    with conversion_of(model).state.watching() as records:
+    """Collect what happens at every block of a converted model in the forwards inside.
+
+    They are eager ones, compiled or not: graphs keep no records.
+    """
+    state = conversion_of(model).state
+    with torch.compiler.set_stance("force_eager"), state.watching() as records:
         yield records
 
 
@@ -77,6 +81,11 @@ def collect_statistics_(
             "model: no site keeps class statistics; they belong to LTM(weights='informative') on "
             "a model with classes."
         )
+    if passes > 1 and isinstance(loader, Iterator):
+        raise ValueError(
+            f"loader: got a {type(loader).__name__}, which can be gone through once; it is needed "
+            f"{passes} times: give a list or a DataLoader."
+        )
     for merger in steps:
         merger.forget_statistics_()
     num_images = 0
@@ -93,16 +102,39 @@ def collect_statistics_(
 
 def _observe(model: nn.Module, batch: Any) -> int:
     device = next(model.parameters()).device
-    images, labels = batch if isinstance(batch, tuple | list) else (batch, None)
+    images, labels = _images_and_labels(batch)
     images = images.to(device)
     with evaluating(model), watching(model) as records:
         predictions = model(images).argmax(dim=1)
     if labels is None:
         labels = predictions
     labels = labels.to(device)
-    labels = torch.where(labels >= 0, labels, predictions)
+    observe_(records, torch.where(labels >= 0, labels, predictions))
+    return len(images)
+
+
+@torch.no_grad()
+def observe_(records: Sequence[Record], labels: Tensor) -> None:
+    """Let every site that merged add a batch with its labels to its sums."""
     for record in records:
         if record.merger is not None and record.decision is not None:
             hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
             record.merger.observe(record.merged, hints)
-    return len(images)
+
+
+def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """A batch of a loader; what is none is a TypeError."""
+    parts = tuple(batch) if isinstance(batch, tuple | list) else (batch, None)
+    kinds = [Tensor, Tensor | None]
+    if len(parts) != 2 or not all(map(isinstance, parts, kinds)):
+        said = ", ".join(type(part).__name__ for part in parts if part is not None)
+        raise TypeError(
+            f"loader: got a batch of ({said}); give images, or (images, labels), as tensors."
+        )
+    images, labels = parts
+    if labels is not None and (labels.shape != images.shape[:1] or labels.is_floating_point()):
+        raise ValueError(
+            f"loader: got labels of shape {tuple(labels.shape)} and {labels.dtype} for "
+            f"{len(images)} images; give each the number of its class, -1 for unknown."
+        )
+    return images, labels

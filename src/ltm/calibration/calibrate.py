@@ -206,7 +206,7 @@ class Calibration:
         """What `LTM(ratio=budget)` does, if it can."""
         config = unscheduled(self.config, ratio=budget)
         try:
-            plan = Planner(self.model, self.adapter, config, self.size).plan()
+            plan = self.trials.planner.with_config(config).plan()
         except ValueError:
             return None
         return tuple(
@@ -267,7 +267,7 @@ class Calibration:
         interrupted: bool = False,
     ) -> CalibrationResult:
         config = config_of(schedule, self.config)
-        plan = Planner(self.model, self.adapter, config, self.size).plan()
+        plan = self.trials.planner.with_config(config).plan()
         share = plan.macs_after / plan.macs_before
         if share > budget + 1e-9:
             raise AssertionError(f"budget: {share} of the multiply-adds, {budget} allowed.")

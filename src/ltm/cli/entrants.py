@@ -189,9 +189,12 @@ class Paddock:
         """Images to run on: real ones, repeated where there are too few, or noise."""
         import torch
 
+        from ltm.core.cost import channels_of
+
         if self.images is None:
             generator = torch.Generator().manual_seed(0)
-            return torch.randn(batch_size, 3, *self.image_size, generator=generator)
+            shape = batch_size, channels_of(self.model), *self.image_size
+            return torch.randn(shape, generator=generator)
         few = min(batch_size, 64, self.images.number)
         found = next(iter(self.images.loader(self.model, few, 1)))[0]
         return found.repeat(-(-batch_size // few), 1, 1, 1)[:batch_size]

@@ -111,7 +111,7 @@ def check_forward(model: nn.Module, image_size: int | None) -> None:
     except ValueError:
         return
     try:
-        run_on_meta(meta_copy(model), meta_images((image_size, image_size)))
+        run_on_meta(meta_copy(model), meta_images(model, (image_size, image_size)))
     except (RuntimeError, AssertionError, ValueError, ZeroDivisionError) as error:
         raise size_refused(image_size) from error
 

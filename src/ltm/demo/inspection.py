@@ -108,7 +108,7 @@ def _macs(model: nn.Module, size: tuple[int, int]) -> dict[str, int]:
     if model not in _COUNTED:
         shadow = meta_copy(model).eval()
         with FlopCounterMode(display=False) as counter:
-            shadow(meta_images(size))
+            shadow(meta_images(shadow, size))
         root = type(shadow).__name__
         found = {"": counter.get_total_flops() // 2}
         for path, operations in counter.get_flop_counts().items():

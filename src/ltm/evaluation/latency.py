@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from ltm.core.cost import channels_of
 from ltm.evaluation.runners import (
     MODES,
     Runner,
@@ -136,7 +137,7 @@ def race(
     if (conditions.scope == "end-to-end") != (loader is not None):
         raise ValueError("loader: it is needed for scope end-to-end, and for no other")
     torch.compiler.reset()
-    batch = _batch(conditions, images)
+    batch = _batch(conditions, images, channels_of(entrants[0].model))
     lanes = [lane for entrant in entrants for lane in _lanes(entrant, conditions, modes, batch)]
     calls = {
         str(index): _turn(lane.run, batch, loader)
@@ -154,9 +155,9 @@ def race(
     return rows
 
 
-def _batch(conditions: Conditions, images: Tensor | None) -> Tensor:
+def _batch(conditions: Conditions, images: Tensor | None, channels: int) -> Tensor:
     if images is None:
-        shape = (conditions.batch_size, 3, *conditions.image_size)
+        shape = (conditions.batch_size, channels, *conditions.image_size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if len(images) != conditions.batch_size:
         raise ValueError(f"images: got {len(images)}; the batch size is {conditions.batch_size}")

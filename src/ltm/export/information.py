@@ -121,6 +121,12 @@ def saved_class_names(run: Path) -> tuple[str, ...] | None:
     return None if not names else tuple(str(name) for name in names)
 
 
+def telling_names(names: Sequence[str]) -> tuple[str, ...] | None:
+    """The names of classes; None where they are but their numbers: timm may know better ones."""
+    numbers = tuple(str(number) for number in range(len(names)))
+    return None if tuple(names) == numbers else tuple(names)
+
+
 def _merging(model: nn.Module) -> dict[str, Any]:
     done = conversion_of(model)
     return {

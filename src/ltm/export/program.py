@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from ltm.api import freeze_, image_size_of, is_merging
+from ltm.core.cost import channels_of
 
 SUFFIX = ".pt2"
 
@@ -36,7 +37,8 @@ def trace(model: nn.Module, image_size: tuple[int, int] | None = None) -> Export
 
     LTMP is traced in its masked form, whose shapes do not depend on the images.
     """
-    images = torch.zeros(_EXAMPLE_BATCH, 3, *image_size_of(model, image_size))
+    shape = channels_of(model), *image_size_of(model, image_size)
+    images = torch.zeros(_EXAMPLE_BATCH, *shape)
     program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim.DYNAMIC},))
     # Paths of whoever exported it are nobody else's business.
     for node in program.graph.nodes:

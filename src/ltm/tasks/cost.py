@@ -58,7 +58,7 @@ def _parts(model: nn.Module) -> tuple[Size, dict[str, int], str]:
 @_parts.register
 def _ssdlite(model: SSDLite) -> tuple[Size, dict[str, int], str]:
     shadow: Any = meta_copy(model)
-    backbone, maps = _counted(shadow.backbone, meta_images(model.image_size))
+    backbone, maps = _counted(shadow.backbone, meta_images(shadow.backbone, model.image_size))
     head, _ = _counted(shadow.head, list(maps.values()))
     return model.image_size, {"backbone": backbone, "head": head}, "suppression not counted"
 
@@ -68,7 +68,7 @@ def _mask_rcnn(model: MaskRCNN) -> tuple[Size, dict[str, int], str]:
     size = (padded(model.image_size[0]), padded(model.image_size[1]))
     shadow: Any = meta_copy(model)
     heads = shadow.roi_heads
-    backbone, maps = _counted(shadow.backbone, meta_images(size))
+    backbone, maps = _counted(shadow.backbone, meta_images(shadow.backbone, size))
     rpn, _ = _counted(shadow.rpn.head, list(maps.values()))
     width, device = shadow.backbone.out_channels, "meta"
     regions = torch.empty(PROPOSALS, width, 7, 7, device=device)

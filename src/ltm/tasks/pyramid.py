@@ -251,7 +251,7 @@ def _drop_unused_(network: nn.Module) -> None:
         for module in child.modules():
             module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     with running_on_meta(shadow):
-        images = meta_images(image_size_of(network))
+        images = meta_images(network, image_size_of(network))
         cast("Any", shadow).forward_intermediates(images, intermediates_only=True)
     for name, child in list(network.named_children()):
         if name not in called and any(True for _ in child.parameters()):

@@ -48,7 +48,7 @@ def mac_share(model: nn.Module) -> MacShare:
     shadow = meta_copy(model)
     unmerge_tokens_(shadow)
     blocks = tuple(site.block for site in sites)
-    config = dataclasses.replace(done.config, sites=blocks, ratio=1.0, per_block=None, counts=None)
+    config = dataclasses.replace(done.config.without_amount(), sites=blocks)
     planner = Planner(shadow, adapter_of(done.family), config, done.image_size)
     runs = [(run.num_in, [b for b in run.blocks if b in blocks]) for run in planner.layout.runs]
     samples = list(_samples(runs))

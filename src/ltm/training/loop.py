@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ltm.api import is_merging, merging_off, report
+from ltm.api import is_merging, merging_off, observe_, report
 from ltm.data.batches import Batch, Lookahead
 from ltm.data.loading import Loader
 from ltm.data.sampling import make_key
@@ -38,7 +38,6 @@ from ltm.training.progress import Bar, bar
 from ltm.training.statistics import (
     forget_sums_,
     needs_statistics,
-    observe_,
     refresh_statistics_,
     start_statistics_,
     statistical_mergers,

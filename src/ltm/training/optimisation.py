@@ -127,5 +127,4 @@ class AveragedWeights:
             theirs = dict(current[name].named_buffers())
             for key, buffer in merger.named_buffers():
                 buffer.copy_(theirs[key])
-            if current[name].active:
-                merger.activate_()
+        self.model.eval()

@@ -6,14 +6,13 @@ needs centroids and Q of the epoch before, which saw none: two passes over clean
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ltm.api import Record, collect_statistics_, is_merging, mergers, watching
+from ltm.api import collect_statistics_, is_merging, mergers, observe_, watching
 from ltm.core.cost import evaluating
 from ltm.data.batches import Batch
 from ltm.methods.ltm.step import LTMMerger
@@ -30,15 +29,6 @@ def statistical_mergers(model: nn.Module) -> list[LTMMerger]:
 def needs_statistics(model: nn.Module) -> bool:
     """Whether any site keeps class statistics."""
     return bool(statistical_mergers(model))
-
-
-@torch.no_grad()
-def observe_(records: Sequence[Record], labels: Tensor) -> None:
-    """Let every site that merged add a batch with its clean labels to its sums."""
-    for record in records:
-        if record.merger is not None and record.decision is not None:
-            hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
-            record.merger.observe(record.merged, hints)
 
 
 def take_statistics_(model: nn.Module) -> None:

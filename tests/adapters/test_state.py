@@ -1,0 +1,98 @@
+"""What is known about tokens belongs to the forward that they come from."""
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+
+import ltm
+from ltm.api import conversion_of, mergers
+from ltm.methods import methods
+from toys import pictures, size_of, toy
+
+
+def converted(name, method="ltm", **settings):
+    model = toy(name)
+    ltm.merge_tokens_(model, methods()[method](**(settings or {"ratio": 0.8})), size_of(name))
+    return model
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit"])
+@pytest.mark.parametrize("method", ["ltm", "tome", "tofu"])
+def test_checkpointed_blocks_run_again_with_their_own_tokens(name, method):
+    model, images = converted(name, method), pictures(name, batch=5)
+
+    def two_views():
+        return model(images[:2]).square().sum() + 2 * model(images[2:4]).square().sum()
+
+    def another_between():
+        loss = model(images[:2]).square().sum()
+        with torch.no_grad():
+            model(images[2:])
+        return loss
+
+    for loss in (two_views, another_between):
+        model.set_grad_checkpointing(False)
+        expected = gradients(model, loss)
+        model.set_grad_checkpointing(True)
+        assert torch.equal(gradients(model, loss), expected)
+
+
+@pytest.mark.parametrize("name", ["pooled", "swin", "mobilevit", "efficientvit"])
+@torch.no_grad()
+def test_a_head_takes_the_features_of_any_forward(name):
+    model, images = converted(name), pictures(name, batch=4)
+    expected = model(images[:2])
+    features = model.forward_features(images[:2])
+    model(images[2:])
+    model.forward_head(features, pre_logits=True)
+    for _ in range(2):
+        torch.testing.assert_close(model.forward_head(features), expected)
+
+
+@torch.no_grad()
+def test_features_that_nothing_is_known_about_are_refused():
+    model = converted("pooled")
+    features = model.forward_features(pictures("pooled", batch=3))
+    with pytest.raises(ValueError, match="got features of 2 images, and the last forward had 3"):
+        model.forward_head(features[:2])
+
+
+@pytest.mark.parametrize("kind", ["max", "avgmax"])
+@torch.no_grad()
+def test_what_is_not_there_is_no_largest(kind):
+    model, images = converted("vit", "ltmp", ratio=0.6), pictures("vit", batch=4)
+    model.reset_classifier(model.num_classes, kind)
+    together = model(images)
+    alone = torch.cat([model(image[None]) for image in images])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@torch.no_grad()
+def test_compiled_models_are_looked_into():
+    model, images = converted("vit"), pictures("vit", batch=3)
+    model.compile(backend="eager")
+    model(images)
+    merging = {site.block for site in conversion_of(model).sites if site.merges}
+    assert set(ltm.merge_maps(model, images)) == merging
+    ltm.collect_statistics_(model, [(images, torch.arange(3))])
+    assert all(merger.active for _, merger in mergers(model))
+    static = converted("vit", ratio=0.8, support="learned", weights="uniform")
+    static.compile(backend="eager")
+    static(images)
+    ltm.freeze_(static)
+    assert all(merger.frozen for _, merger in mergers(static))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_block_alone_makes_no_full_graph():
+    block = converted("vit").blocks[3]
+    block.compile(backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported):
+        block(torch.randn(1, 37, 32))
