@@ -6,11 +6,12 @@ the block gains one child, `merger`. Undoing swaps the class back.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,17 +113,25 @@ class MergingMixin(nn.Module):
             slot.state.start()
         return Tokens() if slot.starts else slot.state.enter(slot.index, x)
 
+    def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
+        """The hints that a merger needs, from the output of the block's `qkv` projection."""
+        raise NotImplementedError
+
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
         """Ask the merger, with the hints that it needs added to those that are at hand."""
-        raise NotImplementedError
+        merger = cast("Merger", self.merger)
+        if merger.needs:
+            qkv = self.slot.state.take(("qkv", self.slot.index))
+            found = self.look(qkv, hints.size, merger.needs)
+            hints = dataclasses.replace(hints, **found)
+        return merger(z, hints)
 
     def merge(
         self, z: Tensor, tokens: Tokens, *, grid: Grid | None = None, **context: Any
     ) -> tuple[Tensor, Tokens, Merge | None]:
         """Decide, merge, and note down what the next block has to know."""
         slot, site, merger = self.slot, self.slot.site, self.merger
-        hints = Hints(num_out=z.shape[1], size=tokens.size)
-        decision, merged = None, z
+        hints, decision, merged = None, None, z
         if site is not None and merger is not None and slot.state.merging:
             num_patches = z.shape[1] - site.num_prefix
             merger.require_planned(num_patches, grid)
@@ -144,6 +153,7 @@ class MergingMixin(nn.Module):
                 tokens = Tokens(size=size, carry=carry, merges=merges)
         slot.state.write(slot.index + 1, tokens)
         if slot.state.watched:
+            hints = hints or Hints(num_out=z.shape[1], size=tokens.size)
             slot.state.record(
                 Record(slot.index, merger, hints, decision, merged, tokens.size, tokens.merges)
             )

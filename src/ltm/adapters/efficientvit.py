@@ -5,7 +5,6 @@ Merging is linear, so merging `X + attention(X)` once is merging both with the s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -43,7 +42,7 @@ from ltm.adapters.state import TokenState
 from ltm.adapters.taps import tap_, untap_
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
-from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+from ltm.methods.base import MethodConfig, Site
 
 
 class SizedKernel(nn.Module):
@@ -84,14 +83,8 @@ class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
             slot.state.write(POOL, tokens.size.reshape(-1, *grid))
         return self.local_module(z)
 
-    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
-        merger = cast("Merger", self.merger)
-        found: dict[str, Tensor] = {}
-        if merger.needs:
-            attention = cast("LiteMLA", self.context_module.main)
-            qkv = self.slot.state.take(("qkv", self.slot.index))
-            found = linear_attention_hints(attention, qkv, merger.needs)
-        return merger(z, dataclasses.replace(hints, **found))
+    def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
+        return linear_attention_hints(cast("LiteMLA", self.context_module.main), qkv, needs)
 
     def local_on_merged(self, merged: Tensor, merge: Merge, grid: Grid) -> Tensor:
         """The local module, its 1 x 1 convolutions on merged tokens.

@@ -6,7 +6,6 @@ by side, as one wide token.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -37,7 +36,7 @@ from ltm.adapters.vit import (
 )
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
-from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+from ltm.methods.base import MethodConfig, Site
 
 EVEN = 2
 """Sides of merged grids are multiples of it: the next stage halves them."""
@@ -77,22 +76,25 @@ class MergingLayer(MergingMixin, HostBlock):
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         tokens = self.entering(x)
-        size = tokens.size
-        if size is not None and size.shape[0] > 1:
-            size = size.repeat_interleave(self.area, dim=0)
-        counted = size if self.slot.proportional else None
-        attended = attend(self.attn, self.norm1(x), counted, attn_mask, is_causal)
+        size = self.of_pixels(tokens.size) if self.slot.proportional else None
+        attended = attend(self.attn, self.norm1(x), size, attn_mask, is_causal)
         z = x + self.drop_path1(self.ls1(attended))
-        z = self.merge_pixels(z, tokens, size)
+        z = self.merge_pixels(z, tokens)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
 
-    def merge_pixels(self, z: Tensor, tokens: Tokens, size: Tensor | None) -> Tensor:
+    def of_pixels(self, size: Tensor | None) -> Tensor | None:
+        """The sizes of patches, for every pixel of them."""
+        if size is None or size.shape[0] == 1:
+            return size
+        return size.repeat_interleave(self.area, dim=0)
+
+    def merge_pixels(self, z: Tensor, tokens: Tokens) -> Tensor:
         """Merge patches of pixels, and hand on the grid that they form."""
         slot = self.slot
         grid: Grid = slot.state.read(("grid", slot.index))
         keeps_grid = self.merger is None or self.merger.keeps_grid
         patches, _, merge = self.merge(
-            pixels_to_patches(z, self.area), tokens, grid=grid if keeps_grid else None, size=size
+            pixels_to_patches(z, self.area), tokens, grid=grid if keeps_grid else None
         )
         if merge is not None:
             z = patches_to_pixels(patches, self.area)
@@ -100,20 +102,14 @@ class MergingLayer(MergingMixin, HostBlock):
         slot.state.write(("grid", slot.index + 1), grid)
         return z
 
-    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
-        merger = cast("Merger", self.merger)
-        found: dict[str, Tensor] = {}
-        if merger.needs:
-            qkv = self.slot.state.take(("qkv", self.slot.index))
-            per_pixel = attention_hints(
-                self.attn, qkv, context["size"], merger.needs, class_token=False
-            )
-            for name, value in per_pixel.items():
-                if name == "keys":
-                    found[name] = pixels_to_patches(value, self.area)
-                else:
-                    found[name] = value.unflatten(0, (-1, self.area)).mean(dim=1)
-        return merger(z, dataclasses.replace(hints, **found))
+    def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
+        per_pixel = attention_hints(self.attn, qkv, self.of_pixels(size), needs, class_token=False)
+        return {
+            name: pixels_to_patches(value, self.area)
+            if name == "keys"
+            else value.unflatten(0, (-1, self.area)).mean(dim=1)
+            for name, value in per_pixel.items()
+        }
 
 
 class MergingMobileVitBlock(MobileVitBlock):

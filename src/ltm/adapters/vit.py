@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -31,7 +30,7 @@ from ltm.adapters.state import Tokens, TokenState, require_sizes
 from ltm.adapters.taps import tap_, untap_
 from ltm.core import fused, operators
 from ltm.core.merge import restore_through
-from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+from ltm.methods.base import MethodConfig, Site
 
 
 class MergingBlock(MergingMixin, HostBlock):
@@ -53,20 +52,11 @@ class MergingBlock(MergingMixin, HostBlock):
         z, *_ = self.merge(z, tokens)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
 
-    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
-        merger = cast("Merger", self.merger)
-        found: dict[str, Tensor] = {}
-        if merger.needs:
-            qkv = self.slot.state.take(("qkv", self.slot.index))
-            found = attention_hints(
-                self.attn,
-                qkv,
-                hints.size,
-                merger.needs,
-                class_token=self.class_token,
-                power=self.slot.counting,
-            )
-        return merger(z, dataclasses.replace(hints, **found))
+    def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
+        power = self.slot.counting
+        return attention_hints(
+            self.attn, qkv, size, needs, class_token=self.class_token, power=power
+        )
 
 
 def attend(
@@ -82,7 +72,8 @@ def attend(
     host = cast("Attention", attn)
     if size is None:
         return host(x, attn_mask=mask, is_causal=is_causal)
-    if not (_is_plain(host) and fused.takes_attention(x, host.head_dim, *host.qkv.parameters())):
+    learned = host.qkv.parameters() if torch.is_grad_enabled() else ()
+    if not (_is_plain(host) and fused.takes_attention(x, host.head_dim, *learned)):
         return host(x, attn_mask=attention_bias(size, x.dtype, power))
     attended = operators.attention(host.qkv(x), size, host.num_heads, host.scale, power)
     return host.proj_drop(host.proj(attended))
@@ -90,7 +81,7 @@ def attend(
 
 def _is_plain(attn: Attention) -> bool:
     """Whether there is nothing but a softmax between the projections, and nobody listens."""
-    layers = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
+    layers = map(attn._modules.get, ("q_norm", "k_norm", "norm", "gate"))  # noqa: SLF001
     drops = attn.training and attn.attn_drop.p > 0
     hooked = attn._forward_hooks or attn._forward_pre_hooks  # noqa: SLF001
     return not (drops or hooked) and all(y is None or isinstance(y, nn.Identity) for y in layers)

@@ -1,36 +1,59 @@
 """What Triton kernels do, as operators of torch.
 
 As such they can be captured by CUDA graphs, compiled with the network around them, and counted.
-`fused` says where they may run.
+`fused` says where they may run. A function here says what comes out, without values; the function
+of the same name in `kernels` does the work.
 
 Letters: b images, t tokens with their prefix, p tokens that stay, r tokens that leave, c channels,
 h heads, d channels of a head.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# ruff: noqa: PLR0917 - operators take their arguments in order
+# ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and their shapes need few
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
-from typing import Any
+from inspect import unwrap
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+_LIBRARY = torch.library.Library("ltm", "DEF")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def _kernels() -> Any:
-    """Imported when first used: they need Triton."""
-    return import_module("ltm.core.kernels")
+
+@cache
+def _kernel(name: str) -> Callable[..., Any]:
+    """Imported when first used: kernels need Triton."""
+    return getattr(import_module("ltm.core.kernels"), name)
 
 
-@torch.library.custom_op(
-    "ltm::assign",
-    mutates_args=(),
-    schema="(Tensor tokens, Tensor? size, Tensor? attention, Tensor? weight, int num_leaving, "
-    "int num_prefix, float protection, float power, float least, bool prune) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
+def _operator(shapes: Callable[_P, _R]) -> Callable[_P, _R]:
+    """An operator from what is known of its output.
+
+    `torch.library.custom_op` would do, and take three times as long to be called: it cares for
+    gradients, which `fused` keeps away.
+    """
+    shapes = unwrap(shapes)  # a type checker around it would refuse symbolic numbers
+    name = shapes.__name__
+
+    def run(x: Tensor, *others: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return _kernel(name)(x, *others)
+
+    schema = torch.library.infer_schema(shapes, mutates_args=(), op_name=name)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ltm::{name}", shapes, lib=_LIBRARY)
+    return getattr(torch.ops.ltm, name).default
+
+
+@_operator
 def assign(
     tokens: Tensor,
     size: Tensor | None,
@@ -48,22 +71,10 @@ def assign(
     Those are the given ones, `b t`, or else the sizes, times the attention per patch, against an
     even share of it but not below `least`, to a power. With `prune`, who leaves weighs nothing.
     """
-    with torch.cuda.device_of(tokens):
-        return _kernels().assign(
-            tokens, size, attention, weight, num_leaving, num_prefix, protection, power, least,
-            prune,
-        )  # fmt: skip
+    return _places(tokens, num_leaving)
 
 
-@assign.register_fake
-def _(
-    tokens: Tensor, _size: Any, _attention: Any, _weight: Any, num_leaving: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _no_places(tokens, num_leaving)
-
-
-def _no_places(tokens: Tensor, num_leaving: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `assign` gives, without values."""
+def _places(tokens: Tensor, num_leaving: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, t = tokens.shape[:2]
     return (
         tokens.new_empty(b, t, dtype=torch.int64),
@@ -73,14 +84,7 @@ def _no_places(tokens: Tensor, num_leaving: int) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-@torch.library.custom_op(
-    "ltm::inform_and_assign",
-    mutates_args=(),
-    schema="(Tensor tokens, Tensor? size, Tensor? attention, Tensor? carry, Tensor? gain, "
-    "Tensor centroids, Tensor offsets, Tensor costs, float beta, float eta, int num_leaving, "
-    "int num_prefix, float protection, float power, float least, bool prune) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@_operator
 def inform_and_assign(
     tokens: Tensor,
     size: Tensor | None,
@@ -103,27 +107,14 @@ def inform_and_assign(
 
     Neither waits for the other in a CUDA graph for few images.
     """
-    with torch.cuda.device_of(tokens):
-        return _kernels().inform_and_assign(
-            tokens, size, attention, carry, gain, centroids, offsets, costs, beta, eta,
-            num_leaving, num_prefix, protection, power, least, prune,
-        )  # fmt: skip
+    return *_places(tokens, num_leaving), _logits(tokens, num_prefix)
 
 
-@inform_and_assign.register_fake
-def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_leaving, num_prefix = arguments[9:11]
-    assigned = _no_places(tokens, num_leaving)
-    logits = tokens.new_empty(tokens.shape[0], tokens.shape[1] - num_prefix, dtype=torch.float32)
-    return *assigned, logits
+def _logits(tokens: Tensor, num_prefix: int) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], tokens.shape[1] - num_prefix, dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "ltm::merge_groups",
-    mutates_args=(),
-    schema="(Tensor tokens, Tensor weight, Tensor? size, Tensor? values, Tensor assignment, "
-    "Tensor stays, Tensor leaves, bool keep_norm) -> (Tensor, Tensor, Tensor)",
-)
+@_operator
 def merge_groups(
     tokens: Tensor,
     weight: Tensor,
@@ -138,101 +129,41 @@ def merge_groups(
 
     With values of the patches, `b n`, their means by weight too, prefix left out; else nothing.
     """
-    with torch.cuda.device_of(tokens):
-        return _kernels().merge_groups(
-            tokens, weight, size, values, assignment, stays, leaves, keep_norm
-        )
-
-
-@merge_groups.register_fake
-def _(
-    tokens: Tensor,
-    _weight: Any,
-    _size: Any,
-    values: Tensor | None,
-    _assignment: Any,
-    stays: Tensor,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
     (b, t, c), p = tokens.shape, stays.shape[1]
-    size = tokens.new_empty(b, p, dtype=torch.float32)
+    sizes = tokens.new_empty(b, p, dtype=torch.float32)
     if values is None:
-        return tokens.new_empty(b, p, c), size, size.new_empty(0)
-    return tokens.new_empty(b, p, c), size, size.new_empty(b, p - (t - values.shape[1]))
+        return tokens.new_empty(b, p, c), sizes, sizes.new_empty(0)
+    return tokens.new_empty(b, p, c), sizes, sizes.new_empty(b, p - (t - values.shape[1]))
 
 
-@torch.library.custom_op(
-    "ltm::mix", mutates_args=(), schema="(Tensor matrix, Tensor tokens) -> Tensor"
-)
+@_operator
 def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
     """The same product for every image, `p t` times `b t c`."""
-    with torch.cuda.device_of(tokens):
-        return _kernels().mix(matrix, tokens)
-
-
-@mix.register_fake
-def _(matrix: Tensor, tokens: Tensor) -> Tensor:
     return tokens.new_empty(tokens.shape[0], matrix.shape[0], tokens.shape[2])
 
 
-@torch.library.custom_op(
-    "ltm::merge_grid",
-    mutates_args=(),
-    schema="(Tensor tokens, Tensor? weight, Tensor rows, Tensor columns) -> Tensor",
-)
+@_operator
 def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
     """Means by weight over rows and columns of a grid, or its plain product with both."""
-    with torch.cuda.device_of(tokens):
-        return _kernels().merge_grid(tokens, weight, rows, columns)
+    return tokens.new_empty(tokens.shape[0], rows.shape[1] * columns.shape[1], tokens.shape[2])
 
 
-@merge_grid.register_fake
-def _(tokens: Tensor, _weight: Any, rows: Tensor, columns: Tensor) -> Tensor:
-    b, _, c = tokens.shape
-    return tokens.new_empty(b, rows.shape[1] * columns.shape[1], c)
-
-
-@torch.library.custom_op(
-    "ltm::importance",
-    mutates_args=(),
-    schema="(Tensor qkv, Tensor? size, int num_heads, float scale, float power) -> Tensor",
-)
+@_operator
 def importance(
     qkv: Tensor, size: Tensor | None, num_heads: int, scale: float, power: float
 ) -> Tensor:
     """Attention received from the first token, a mean over heads, `b t (3 h d) -> b t`."""
-    with torch.cuda.device_of(qkv):
-        return _kernels().importance(qkv, size, num_heads, scale, power)
-
-
-@importance.register_fake
-def _(qkv: Tensor, *_: Any) -> Tensor:
     return qkv.new_empty(qkv.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "ltm::attention",
-    mutates_args=(),
-    schema="(Tensor qkv, Tensor size, int num_heads, float scale, float power) -> Tensor",
-)
+@_operator
 def attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float, power: float) -> Tensor:
     """Attention to keys that count as often as their size says, `b t (3 h d) -> b t (h d)`."""
-    with torch.cuda.device_of(qkv):
-        return _kernels().attention(qkv, size, num_heads, scale, power)
-
-
-@attention.register_fake
-def _(qkv: Tensor, *_: Any) -> Tensor:
     b, t, width = qkv.shape
     return qkv.new_empty(b, t, width // 3)
 
 
-@torch.library.custom_op(
-    "ltm::inform",
-    mutates_args=(),
-    schema="(Tensor tokens, Tensor? size, Tensor? carry, Tensor? gain, Tensor centroids, "
-    "Tensor offsets, Tensor costs, float beta, float eta, int num_prefix) -> (Tensor, Tensor)",
-)
+@_operator
 def inform(
     tokens: Tensor,
     size: Tensor | None,
@@ -246,17 +177,7 @@ def inform(
     num_prefix: int,
 ) -> tuple[Tensor, Tensor]:
     """Logits of patches, one step down the gradient, `b n`; weights of all tokens, `b t`."""
-    with torch.cuda.device_of(tokens):
-        return _kernels().inform(
-            tokens, size, carry, gain, centroids, offsets, costs, beta, eta, num_prefix
-        )
-
-
-@inform.register_fake
-def _(tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    b, t = tokens.shape[:2]
-    logits = tokens.new_empty(b, t - arguments[-1], dtype=torch.float32)
-    return logits, tokens.new_empty(b, t, dtype=torch.float32)
+    return _logits(tokens, num_prefix), _logits(tokens, 0)
 
 
 def _compared(tokens: list[int], num_prefix: int) -> int:

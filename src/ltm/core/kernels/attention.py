@@ -14,14 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import FEW_IMAGES, sizes_of
+from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-SMALLEST_SIZE = tl.constexpr(1e-10)
+LOG2_E = 1.4426950408889634
 MOST_AT_ONCE = 256
 """Tokens of half precision whose keys and values a program can hold."""
 ROOM = 160 * 1024
 """Bytes of shared memory that this takes: an A100 and what came after it have them."""
+
+
+@triton.jit
+def _bias_of(size, power):
+    """What sizes add to scores, in powers of two; a size of zero marks what is not there."""
+    return power * tl.log2(tl.maximum(size.to(tl.float32), 1e-10))
 
 
 @triton.jit
@@ -43,9 +48,9 @@ def _importance_kernel(
     scores = tl.sum(key.to(tl.float32) * query[None], axis=1) * scale
     if HAS_SIZE:
         found = tl.load(size + image * size_stride + everyone, mask=inside, other=1.0)
-        scores += power * tl.log(tl.maximum(found.to(tl.float32), SMALLEST_SIZE))
+        scores += _bias_of(found, power)
     scores = tl.where(inside, scores, float("-inf"))
-    scores = tl.exp(scores - tl.max(scores, axis=0))
+    scores = tl.exp2(scores - tl.max(scores, axis=0))
     received = scores / tl.sum(scores, axis=0)
     tl.store(importance + (image * heads + head) * t + everyone, received, mask=inside)
 
@@ -61,9 +66,8 @@ def _keys_of(
     valid = there[:, None] & (width < d)[None]
     key = tl.load(place + across, mask=valid, other=0.0)
     value = tl.load(place + 2 * across, mask=valid, other=0.0)
-    found = tl.load(sizes + keys, mask=there, other=1.0).to(tl.float32)
-    bias = power * tl.log2(tl.maximum(found, SMALLEST_SIZE))
-    return key, value, tl.where(there, bias, float("-inf"))
+    found = tl.load(sizes + keys, mask=there, other=1.0)
+    return key, value, tl.where(there, _bias_of(found, power), float("-inf"))
 
 
 @triton.jit
@@ -86,10 +90,10 @@ def _short_attention_kernel(
         rows = (tl.program_id(0) % blocks * REPEATS + repeat) * ROWS + tl.arange(0, ROWS)
         asking = (rows < t)[:, None] & known[None]
         query = tl.load(start + rows[:, None] * row + width[None], mask=asking, other=0.0)
-        scores = tl.dot(query, tl.trans(key)) * (scale * LOG2_E) + bias[None]
+        scores = tl.dot(query, tl.trans(key)) * scale + bias[None]
         largest = tl.max(scores, axis=1)
         if MORE > 0:
-            scores2 = tl.dot(query, tl.trans(key2)) * (scale * LOG2_E) + bias2[None]
+            scores2 = tl.dot(query, tl.trans(key2)) * scale + bias2[None]
             largest = tl.maximum(largest, tl.max(scores2, axis=1))
         scores = tl.exp2(scores - largest[:, None])
         total = tl.sum(scores, axis=1)
@@ -130,7 +134,7 @@ def _attention_kernel(
         key, value, bias = _keys_of(
             start, sizes, first, t, row, heads * d, d, power, COLUMNS, WIDTH
         )
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores += bias[None]
         now = tl.maximum(largest, tl.max(scores, axis=1))
         scores = tl.exp2(scores - now[:, None])
@@ -155,9 +159,8 @@ def importance(
     found = torch.empty(b, num_heads, t, device=qkv.device, dtype=torch.float32)
     size_, stride = sizes_of(size, found)
     _importance_kernel[b, num_heads](
-        qkv.contiguous(), size_, found, t, num_heads, d, stride, scale, power,
-        HAS_SIZE=size is not None, TOKENS=triton.next_power_of_2(t),
-        WIDTH=triton.next_power_of_2(d), num_warps=4,
+        qkv.contiguous(), size_, found, t, num_heads, d, stride, scale * LOG2_E, power,
+        HAS_SIZE=size is not None, TOKENS=fitting(t), WIDTH=fitting(d), num_warps=4,
     )  # fmt: skip
     return found.mean(dim=1)
 
@@ -170,18 +173,18 @@ def attention(
     d = width // (3 * num_heads)
     out = qkv.new_empty(b, t, num_heads * d)
     size_, stride = sizes_of(size, size)
-    arguments = (qkv.contiguous(), size_, out, t, num_heads, d, stride, scale, power)
-    channels, few = max(16, triton.next_power_of_2(d)), b < FEW_IMAGES
+    arguments = (qkv.contiguous(), size_, out, t, num_heads, d, stride, scale * LOG2_E, power)
+    channels, few = fitting(d, 16), b < FEW_IMAGES
     if qkv.element_size() == 2 and t <= MOST_AT_ONCE and _has_room(qkv.device):
         keys, more = _tiles(t)
-        repeats = 1 if few else triton.cdiv(t, 64)
-        _short_attention_kernel[(triton.cdiv(t, 64 * repeats) * b * num_heads,)](
+        repeats = 1 if few else parts_of(t, 64)
+        _short_attention_kernel[(parts_of(t, 64 * repeats) * b * num_heads,)](
             *arguments, REPEATS=repeats, ROWS=64, KEYS=keys, MORE=more, WIDTH=channels,
             num_warps=4, num_stages=2,
         )  # fmt: skip
         return out
     rows, columns, stages = (32, 64, 2) if few else (64, 32, 3)
-    _attention_kernel[(triton.cdiv(t, rows) * b * num_heads,)](
+    _attention_kernel[(parts_of(t, rows) * b * num_heads,)](
         *arguments, ROWS=rows, COLUMNS=columns, WIDTH=channels, num_warps=4, num_stages=stages
     )
     return out
@@ -196,7 +199,7 @@ def _has_room(device: torch.device) -> bool:
 
 def _tiles(t: int) -> tuple[int, int]:
     """One power of two for all keys, or two of them where that wastes less."""
-    whole = max(16, triton.next_power_of_2(t))
+    whole = fitting(t, 16)
     if whole <= 128 or t > 192:
         return whole, 0
-    return 128, max(16, triton.next_power_of_2(t - 128))
+    return 128, fitting(t - 128, 16)

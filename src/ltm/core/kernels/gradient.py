@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ltm.core.kernels.launch import fitting, parts_of
 from ltm.core.precision import full_precision
 
 
@@ -79,11 +80,11 @@ def unit_gradient(
     (b, c), y = pooled.shape, centroids.shape[0]
     logits = pooled.new_empty(b, y)
     phi = centroids.new_empty(b, y)
-    _logits_kernel[triton.cdiv(b, 16), triton.cdiv(y, 64)](
+    _logits_kernel[parts_of(b, 16), parts_of(y, 64)](
         pooled, centroids.contiguous(), offsets, logits, b, y, c, 2 * beta, zero,
         IMAGES=16, CLASSES=64, CHANNELS=64, num_warps=4, num_stages=3,
     )  # fmt: skip
-    everyone = triton.next_power_of_2(y)
+    everyone = fitting(y)
     _share_kernel[(b,)](logits, phi, y, CLASSES=everyone, num_warps=4)
     with full_precision(pooled):
         psi = phi @ costs

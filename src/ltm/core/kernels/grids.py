@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import sizes_of
+from ltm.core.kernels.launch import fitting, parts_of, sizes_of
 
 
 @triton.jit
@@ -64,10 +64,10 @@ def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Ten
     merged = tokens.new_empty(b, h2 * w2, c)
     weight_, stride = sizes_of(weight, merged)
     some = 64 if c > 32 else 16
-    _grid_kernel[b, h2, triton.cdiv(c, some)](
+    _grid_kernel[b, h2, parts_of(c, some)](
         tokens.contiguous(), weight_, rows.contiguous(), columns.contiguous(), merged,
         h, w, h2, w2, c, stride, HAS_WEIGHT=weight is not None,
-        HEIGHT=triton.next_power_of_2(h), WIDTH=max(16, triton.next_power_of_2(w)),
-        PLACES=max(16, triton.next_power_of_2(w2)), CHANNELS=some, num_warps=2 if w <= 32 else 4,
+        HEIGHT=fitting(h), WIDTH=fitting(w, 16), PLACES=fitting(w2, 16), CHANNELS=some,
+        num_warps=2 if w <= 32 else 4,
     )  # fmt: skip
     return merged

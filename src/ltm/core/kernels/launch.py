@@ -13,6 +13,16 @@ FEW_IMAGES = 16
 """Batches below this leave most of a GPU idle: smaller programs finish earlier."""
 
 
+def parts_of(number: int, size: int) -> int:
+    """How many parts of a size it takes; Triton's own `cdiv` is slow outside of kernels."""
+    return -(-number // size)
+
+
+def fitting(number: int, least: int = 1) -> int:
+    """The power of two that holds a number; Triton's own is slow outside of kernels."""
+    return max(least, 1 << (max(number, 1) - 1).bit_length())
+
+
 def sizes_of(size: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:
     """Sizes, and the step from one image to the next: none where all share them."""
     if size is None:

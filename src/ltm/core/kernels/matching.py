@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import FEW_IMAGES, branch, sizes_of
+from ltm.core.kernels.launch import FEW_IMAGES, branch, fitting, parts_of, sizes_of
 from ltm.core.kernels.weighing import inform
 
 
@@ -216,11 +216,11 @@ def compare(
     few = b < FEW_IMAGES
     rows, columns = (64, 32) if few else (64, 128)
     channels, stages = (64, 3) if tokens.element_size() == 2 else (32, 2)  # what memory there is
-    blocks = triton.cdiv(n, columns)
+    blocks = parts_of(n, columns)
     distance = torch.empty(b, n, n, device=device, dtype=torch.float32)
     harm = torch.empty(b, n, blocks, device=device, dtype=torch.float32)
     size_, stride = sizes_of(size, harm)
-    _harm_kernel[b, triton.cdiv(n, rows), blocks](
+    _harm_kernel[b, parts_of(n, rows), blocks](
         tokens.contiguous(), size_, harm if attention is None else attention.contiguous(),
         distance, harm, t, num_prefix, c, stride, protection,
         HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None,
@@ -229,8 +229,8 @@ def compare(
     if few:
         return Pairs(distance, harm, None)
     rank = torch.empty(b, n, device=device, dtype=torch.int32)
-    _rank_kernel[b, triton.cdiv(n, 64)](
-        harm, rank, n, blocks, BLOCKS=triton.next_power_of_2(blocks), ROWS=64, RIVALS=64,
+    _rank_kernel[b, parts_of(n, 64)](
+        harm, rank, n, blocks, BLOCKS=fitting(blocks), ROWS=64, RIVALS=64,
         num_warps=2,
     )  # fmt: skip
     return Pairs(distance, harm, rank)
@@ -257,13 +257,13 @@ def place(
     size_, stride = sizes_of(size, harm)
     weight_, weight_stride = sizes_of(weight, harm)
     rows, warps = (16, 8) if pairs.rank is None else (8, 2)
-    _assign_kernel[b, triton.cdiv(n, rows)](
+    _assign_kernel[b, parts_of(n, rows)](
         pairs.distance, harm, stays if pairs.rank is None else pairs.rank, size_, weight_,
         harm if attention is None else attention.contiguous(), assignment, stays, leaves, weighed,
         t, num_prefix, num_leaving, blocks, stride, weight_stride, power, least,
         RANKED=pairs.rank is not None, HAS_SIZE=size is not None, HAS_WEIGHT=weight is not None,
         ATTENDED=attention is not None and power != 0, PRUNE=prune,
-        TOKENS=triton.next_power_of_2(t), BLOCKS=triton.next_power_of_2(blocks), ROWS=rows,
+        TOKENS=fitting(t), BLOCKS=fitting(blocks), ROWS=rows,
         RIVALS=64, num_warps=warps,
     )  # fmt: skip
     return assignment, stays, leaves, weighed

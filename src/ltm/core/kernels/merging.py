@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import sizes_of
+from ltm.core.kernels.launch import fitting, parts_of, sizes_of
 
 
 @triton.jit
@@ -119,8 +119,7 @@ def merge_groups(
         tokens, weight_, size_, values_, assignment, stays, leaves, merged, merged_size, means,
         t, num_places, num_leaving, c, k, weight_stride, stride, value_stride,
         KEEP_NORM=keep_norm, HAS_SIZE=size is not None, HAS_VALUES=values is not None,
-        LEAVING=triton.next_power_of_2(max(num_leaving, 1)),
-        CHANNELS=triton.next_power_of_2(c), num_warps=1,
+        LEAVING=fitting(num_leaving), CHANNELS=fitting(c), num_warps=1,
     )  # fmt: skip
     return merged, merged_size, means
 
@@ -129,7 +128,7 @@ def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
     """The same product for every image. No side has to suit tensor cores: 197 tokens are usual."""
     (b, t, c), p = tokens.shape, matrix.shape[0]
     merged = tokens.new_empty(b, p, c)
-    _mix_kernel[b, triton.cdiv(p, 64), triton.cdiv(c, 128)](
+    _mix_kernel[b, parts_of(p, 64), parts_of(c, 128)](
         matrix.contiguous(), tokens.contiguous(), merged, t, p, c,
         PLACES=64, TOKENS=32, CHANNELS=128, num_warps=4, num_stages=3,
     )  # fmt: skip

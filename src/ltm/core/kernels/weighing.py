@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ltm.core.clustering import ZERO_LENGTH
 from ltm.core.kernels.gradient import unit_gradient
-from ltm.core.kernels.launch import sizes_of
+from ltm.core.kernels.launch import fitting, parts_of, sizes_of
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     b, t, c = tokens.shape
     pooled = torch.empty(b, c, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, pooled)
-    _pool_kernel[b, triton.cdiv(c, 32)](
+    _pool_kernel[b, parts_of(c, 32)](
         tokens, size_, pooled, t, num_prefix, c, stride,
         HAS_SIZE=size is not None, TOKENS=256, CHANNELS=32, num_warps=2,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def inform(
     weight = torch.empty(b, t, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, weight)
     carry_, carry_stride = sizes_of(None if carry is None else carry.float(), weight)
-    everyone = triton.next_power_of_2(t)
+    everyone = fitting(t)
     _inform_kernel[(b,)](
         tokens, pooled, slope, size_, carry_, weight if gain is None else gain, logits, weight,
         t, num_prefix, c, stride, carry_stride, eta, ZERO_LENGTH,

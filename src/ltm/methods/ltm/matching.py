@@ -119,9 +119,10 @@ class MatchingMerger(LTMMerger):
     def _fused(self, tokens: Tensor, hints: Hints, weight: Tensor | None) -> MatchedMerge:
         """Who leaves has no gradient: a kernel finds it in training too, but no weights then."""
         known = hints.size, hints.importance, weight
-        given = (x if x is None else x.detach() for x in known)
-        leaving = self._leaving(tokens, hints)
-        assignment, stays, leaves, weighed = operators.assign(tokens.detach(), *given, *leaving)
+        size, attention, given = (None if x is None else x.detach() for x in known)
+        assignment, stays, leaves, weighed = operators.assign(
+            tokens.detach(), size, attention, given, *self._leaving(tokens, hints)
+        )
         if not fused.takes(tokens.detach(), *known):
             weighed = self._attended(tokens, hints, weight)
             if self.prunes:
