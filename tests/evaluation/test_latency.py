@@ -244,10 +244,10 @@ def test_result_files_gather_runs(tmp_path: Path) -> None:
     path = tmp_path / "metrics.json"
     environment = describe(CPU)
     first = TimingFile(path)
-    first.add([row(gmacs=2.0)], first.start_run(environment, {"ratio": 0.7}))
     second = TimingFile(path)
-    number = second.start_run(environment, {"ratio": 0.7})
-    assert number == 2
+    for file in (first, second):  # at the same time
+        file.start_run(environment, {"ratio": 0.7})
+    first.add([row(gmacs=2.0)])
     faster = row(
         method="ltm",
         ratio=0.7,
@@ -259,12 +259,12 @@ def test_result_files_gather_runs(tmp_path: Path) -> None:
         verdict="1.30x",
         note="a | b",
     )
-    second.add(
-        [row(gmacs=2.0), faster, row(method="tofu", milliseconds=None, error="too small")], 2
-    )
+    second.add([row(gmacs=2.0), faster, row(method="tofu", milliseconds=None, error="too small")])
+    first.add([row(method="tome")])
     content = json.loads(path.read_text())
-    assert [found["run"] for found in content["rows"]] == [1, 2, 2, 2]
-    assert [found["method"] for found in content["rows"]] == [BASE, BASE, "ltm", "tofu"]
+    assert [found["run"] for found in content["runs"]] == [1, 2]
+    assert [found["run"] for found in content["rows"]] == [1, 2, 2, 2, 1]
+    assert [found["method"] for found in content["rows"]] == [BASE, BASE, "ltm", "tofu", "tome"]
     third = TimingFile(path)
     assert third.holds(faster, environment.device)
     assert not third.holds(faster, "another machine")

@@ -48,7 +48,8 @@ def benchmark(
     b, c; a speed-up is the median of the rounds' ratios, with its 95% interval, against the
     untouched network with fused attention in the same mode and in its own best mode. "no gain
     here" means that the interval touches 1. Rows are written as they come: with --resume a long
-    grid can be gathered over several runs, each with its own base.
+    grid can be gathered over several runs, each with its own base. Runs that share an output at the
+    same time get ready (compile) side by side, and are timed one after the other.
 
     Example:
         ltm benchmark --models vit_base_patch16_224 --methods tome,ltm,ltm-static
@@ -171,13 +172,15 @@ class Results:
     ) -> None:
         from ltm.evaluation.environment import describe
         from ltm.evaluation.tables import TimingFile
+        from ltm.evaluation.turns import Turns
 
         path = None if output is None else output / "metrics.json"
         if path is not None and not keep:
             path.unlink(missing_ok=True)
         self.file = TimingFile(path)
         self.environment = describe(device)
-        self.run = self.file.start_run(self.environment, settings)
+        self.file.start_run(self.environment, settings)
+        self.turns = Turns(None if path is None else path.with_suffix(".turns"))
         self.output = output
         packages = ", ".join(f"{n} {v}" for n, v in self.environment.packages.items())
         print(f"{self.environment.device}, {packages}", flush=True)
@@ -206,6 +209,7 @@ class Results:
                 modes,
                 images=paddock.batch(conditions.batch_size),
                 loader=paddock.loader(conditions.batch_size) if end_to_end else None,
+                turns=self.turns,
             )
         elif not rows:
             print("  measured before", flush=True)
@@ -224,7 +228,7 @@ class Results:
         print(f"\n{title}, {conditions.scope}:", flush=True)
 
     def _add(self, rows: "list[Timing]") -> None:
-        self.file.add(rows, self.run)
+        self.file.add(rows)
         for row in rows:
             print(f"  {_line(row)}", flush=True)
 
@@ -236,6 +240,7 @@ class Results:
 
     def close(self) -> None:
         """Write the table, and say where it is."""
+        self.file.read()
         if self.output is None or not self.file.rows:
             return
         (self.output / "table.md").write_text(self.file.markdown(), encoding="utf-8")

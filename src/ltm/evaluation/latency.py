@@ -21,6 +21,7 @@ from ltm.evaluation.runners import (
     peak_memory_mib,
 )
 from ltm.evaluation.timing import Estimate, interleaved, speedup, spread, verdict
+from ltm.evaluation.turns import Turns
 
 BASE = "base"
 """The method's name of the untouched network."""
@@ -122,12 +123,14 @@ def race(
     *,
     images: Tensor | None = None,
     loader: Batches | None = None,
+    turns: Turns | None = None,
 ) -> list[Timing]:
     """Time all entrants in all modes in turn; one of them must be the `BASE`.
 
     `images` is the batch that all see (noise unless given). End to end, each turn goes through
     `loader`, whose batches must all have the race's size. An entrant that cannot run, for want of
-    memory say, gets a row that says so, and the others go on.
+    memory say, gets a row that says so, and the others go on. Races that share `turns` do not
+    disturb each other.
     """
     if not any(entrant.method == BASE for entrant in entrants):
         raise ValueError(f"entrants: one of them must be {BASE!r}, the untouched network")
@@ -136,15 +139,18 @@ def race(
             raise ValueError(f"mode is {mode}: it must be one of {', '.join(MODES)}")
     if (conditions.scope == "end-to-end") != (loader is not None):
         raise ValueError("loader: it is needed for scope end-to-end, and for no other")
+    turns = turns or Turns()
     torch.compiler.reset()
     batch = _batch(conditions, images, channels_of(entrants[0].model))
-    lanes = [lane for entrant in entrants for lane in _lanes(entrant, conditions, modes, batch)]
+    with turns.preparing():
+        lanes = [lane for entrant in entrants for lane in _lanes(entrant, conditions, modes, batch)]
     calls = {
         str(index): _turn(lane.run, batch, loader)
         for index, lane in enumerate(lanes)
         if lane.run is not None
     }
-    times = interleaved(calls, batch.device, rounds=conditions.rounds, warmup=conditions.warmup)
+    with turns.timing():
+        times = interleaved(calls, batch.device, rounds=conditions.rounds, warmup=conditions.warmup)
     per_turn = 1 if loader is None else len(loader)
     for index, values in times.items():
         lanes[int(index)].times = [value / per_turn for value in values]

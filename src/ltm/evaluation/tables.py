@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from ltm.evaluation.environment import Environment
 from ltm.evaluation.latency import BASE, Timing
@@ -17,18 +20,22 @@ _IDENTITY = ("model", "method", "ratio", "image_size", "batch_size", "dtype", "m
 class TimingFile:
     """Timings gathered over several runs; ratios hold within a run, so each has its own base.
 
-    The file is replaced as a whole after every `add`: what was measured is never half written.
-    Without a path rows are only kept.
+    The file is replaced as a whole after every `add`: what was measured is never half written, and
+    what other processes have added meanwhile stays. Without a path rows are only kept.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.runs: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
-        if path is not None and path.exists():
-            self._read(path)
+        self._run: dict[str, Any] = {}
+        self.read()
 
-    def _read(self, path: Path) -> None:
+    def read(self) -> None:
+        """Take over what is in the file."""
+        path = self.path
+        if path is None or not path.exists():
+            return
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             self.runs, self.rows = list(content["runs"]), list(content["rows"])
@@ -38,24 +45,25 @@ class TimingFile:
                 "use --overwrite"
             ) from error
 
-    def start_run(self, environment: Environment, settings: Mapping[str, object]) -> int:
-        """Note what the coming rows are measured on and with; return the run's number."""
-        number = len(self.runs) + 1
-        self.runs.append(
-            {
-                "run": number,
-                "environment": dataclasses.asdict(environment),
-                "settings": dict(settings),
-            }
-        )
-        return number
+    def start_run(self, environment: Environment, settings: Mapping[str, object]) -> None:
+        """Note what the coming rows are measured on and with; the first of them numbers the run."""
+        self._run = {
+            "environment": dataclasses.asdict(environment),
+            "settings": dict(settings),
+        }
 
-    def add(self, rows: Iterable[Timing], run: int) -> None:
-        """Add rows and write the file."""
-        self.rows.extend({"run": run, **dataclasses.asdict(row)} for row in rows)
-        self.write()
+    def add(self, rows: Iterable[Timing]) -> None:
+        """Add rows of the run, and write the file."""
+        with nullcontext() if self.path is None else FileLock(self.path.with_suffix(".lock")):
+            self.read()
+            if "run" not in self._run:
+                self._run = {"run": len(self.runs) + 1, **self._run}
+                self.runs.append(self._run)
+            number = self._run["run"]
+            self.rows.extend({"run": number, **dataclasses.asdict(row)} for row in rows)
+            self._write()
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Write the file in one step."""
         if self.path is None:
             return

@@ -1,0 +1,43 @@
+"""Several processes on one machine: they get ready side by side, and are timed one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - Windows has no such locks: nobody waits there
+    fcntl = None
+
+
+class Turns:
+    """A file by which processes know of each other; without one nobody waits.
+
+    Its lock is free again when its process ends, however it ends.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+
+    @contextmanager
+    def preparing(self) -> Generator[None]:
+        """Any number of processes may be in here, while none is timed."""
+        with self._locked(alone=False):
+            yield
+
+    @contextmanager
+    def timing(self) -> Generator[None]:
+        """One process is in here at a time, while none prepares."""
+        with self._locked(alone=True):
+            yield
+
+    @contextmanager
+    def _locked(self, *, alone: bool) -> Generator[None]:
+        if self.path is None or fcntl is None:
+            yield
+            return
+        with self.path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            yield
