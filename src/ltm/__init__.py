@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ltm.api import (
+        capture as capture,
         collect_statistics_ as collect_statistics_,
         freeze_ as freeze_,
         gmacs as gmacs,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ltm.api": (
+        "capture",
         "collect_statistics_",
         "freeze_",
         "gmacs",

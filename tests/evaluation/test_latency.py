@@ -291,18 +291,6 @@ def test_other_files_are_not_added_to(content: str, tmp_path: Path) -> None:
 class TestOnCuda:
     """What only a GPU can show."""
 
-    def test_a_captured_forward_is_the_forward(self) -> None:
-        model = small_vit().cuda()
-        ltm.merge_tokens_(model, ltm.LTM(ratio=0.9))
-        images, others = torch.randn(2, 4, 3, 64, 64, device="cuda")
-        run = runners.cudagraph(model, images)
-        with torch.no_grad():
-            expected = model(images), model(others)
-        del model
-        torch.cuda.empty_cache()
-        torch.testing.assert_close(run(images), expected[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(run(others), expected[1], atol=1e-4, rtol=1e-4)
-
     def test_what_waits_for_the_processor_is_refused_and_others_go_on(self) -> None:
         ltmp = small_vit()
         ltm.merge_tokens_(ltmp, ltm.LTMP(ratio=0.9, merge_threshold=0.5))

@@ -17,6 +17,7 @@ from ltm.api.conversion import (
     unmerge_tokens_,
 )
 from ltm.api.deployment import freeze_, load, save
+from ltm.api.graphs import Captured, capture
 from ltm.api.watching import (
     announcing,
     collect_statistics_,
@@ -27,10 +28,12 @@ from ltm.api.watching import (
 )
 
 __all__ = [
+    "Captured",
     "Conversion",
     "ConversionReport",
     "Record",
     "announcing",
+    "capture",
     "collect_statistics_",
     "conversion_of",
     "freeze_",

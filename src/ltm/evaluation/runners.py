@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ltm.api.graphs import Captured
 from ltm.core.patches import embed_by_product_
 from ltm.core.translation import to_onnx
 
@@ -42,61 +43,16 @@ def _without_gradients(model: Callable[[Tensor], Any]) -> Runner:
     return run
 
 
-class CapturedForward:
-    """A forward recorded as a CUDA graph and replayed.
-
-    A graph reads the memory that it was recorded with: the model and the input stay referenced.
-    """
-
-    def __init__(self, run: Runner, model: nn.Module, images: Tensor) -> None:
-        self.model, self.run = model, run
-        self.images = images.clone()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(images.device), torch.no_grad():
-            _refuse_synchronisation(run, self.images)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    run(self.images)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(self.graph):
-                self.output = run(self.images)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        if images is not self.images:
-            self.images.copy_(images, non_blocking=True)
-        self.graph.replay()
-        return self.output
-
-
-def _refuse_synchronisation(run: Runner, images: Tensor) -> None:
-    """Fail before the capture: one that breaks off half-way leaves the allocator in disorder."""
-    run(images)
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(images)
-    except RuntimeError as error:
-        raise ValueError(
-            "it cannot be captured: its token counts, or something else that the processor waits "
-            f"for, depend on the images ({_first_line(error)})"
-        ) from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def cudagraph(model: nn.Module, images: Tensor) -> Runner:
     """The eager network, captured as a CUDA graph."""
     _require_cuda("cudagraph", images)
-    return CapturedForward(eager(model, images), model, images)
+    return Captured(eager(model, images), images)
 
 
 def compiled_cudagraph(model: nn.Module, images: Tensor) -> Runner:
     """The compiled network, captured as a CUDA graph."""
     _require_cuda("compiled-cudagraph", images)
-    return CapturedForward(compiled(model, images), model, images)
+    return Captured(compiled(model, images), images)
 
 
 def _require_cuda(mode: str, images: Tensor) -> None:
@@ -208,7 +164,3 @@ def at_its_best_(model: nn.Module) -> None:
     """What any network gets before it is timed, the original too."""
     fuse_attention_(model)
     embed_by_product_(model)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
