@@ -181,15 +181,17 @@ def untrained(
     fabric.launch()
     model = fabric.to_device(build_model(settings, splits.train.num_classes)).eval()
     spec = image_spec(settings.data, model)
+    # Images of all classes: a few for thresholds, more for statistics.
+    number = 512 if merge["method"] == "ltmp" else settings.merge.statistics_images
     clean = evaluation_loader(
-        splits.train.take(settings.merge.statistics_images),  # type: ignore[union-attr]
+        splits.train.take(number),  # type: ignore[union-attr]
         spec,
         settings.data,
         device=fabric.device,
     )
     share = report_of(model).share
     if merge["method"] == "ltmp":
-        images = torch.cat([batch.images for batch in islice(clean, 2)])
+        images = torch.cat([batch.images for batch in clean])
         share = set_thresholds_(model, images)
     else:
         start_statistics_(model, clean)

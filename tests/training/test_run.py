@@ -4,11 +4,13 @@ import csv
 import json
 from collections.abc import Callable
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 from torch import nn
 
@@ -205,6 +207,31 @@ def test_warm_up_epochs_train_the_original(tiny: Tiny, tmp_path: Path, quiet: Co
     )
     with merging_off(result.model):
         assert top1(result.model, warm) == pytest.approx(result.metrics["top1"])
+
+
+def test_thresholds_are_set_and_measured_on_images_of_all_classes(
+    tiny: Tiny, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split, colour, number in product(("train", "val"), ("red", "lime", "blue"), range(8)):
+        path = tmp_path / split / colour / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), colour).save(path)
+    seen: list[torch.Tensor] = []
+
+    def note(_: nn.Module, images: torch.Tensor, **__: Any) -> float:
+        seen.append(images.mean((2, 3)).argmax(1))
+        return 0.9
+
+    for name in ("set_thresholds_", "measure_share"):
+        monkeypatch.setattr(f"ltm.training.run.{name}", note)
+    monkeypatch.setattr("ltm.training.run.THRESHOLD_IMAGES", 6)
+    settings = tiny(
+        merge={"method": "ltmp", "ratio": 0.9, "method_options": []},
+        data={"source": str(tmp_path)},
+        optim={"epochs": 1},
+    )
+    train(settings, tmp_path / "run", console=quiet)
+    assert [channels.bincount().tolist() for channels in seen] == [[2, 2, 2]] * 2
 
 
 @pytest.mark.parametrize(

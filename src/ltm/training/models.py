@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
 from ltm.api.deployment import CONFIG, WEIGHTS, remember_arguments, write_weights
-from ltm.data.transforms import image_spec
+from ltm.data.transforms import ImageSpec, image_spec
 from ltm.methods import MethodConfig, config_from_dict
 from ltm.training.config import MergeSettings, ModelSettings, Settings
 from ltm.training.values import choices, named_values
@@ -53,6 +53,12 @@ def convert_(model: nn.Module, settings: Settings, method: MethodConfig | None) 
     """Make the network merge tokens at the size of its images, unless it does already."""
     if method is not None and not is_merging(model):
         merge_tokens_(model, method, image_spec(settings.data, model).size)
+
+
+def spec_of(settings: Settings, model: nn.Module) -> ImageSpec:
+    """What images a network gets: of the size that its tokens were planned for."""
+    spec = image_spec(settings.data, model)
+    return replace(spec, size=conversion_of(model).image_size) if is_merging(model) else spec
 
 
 def check_num_classes(settings: ModelSettings, source: str, num_classes: int) -> None:

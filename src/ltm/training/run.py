@@ -14,10 +14,8 @@ from rich.console import Console
 from torch import nn
 
 from ltm.api import conversion_of, is_merging, report, save
-from ltm.data.batches import Batch
-from ltm.data.classification import Splits, open_splits
+from ltm.data.classification import LabelledImages, Splits, open_splits
 from ltm.data.loading import Loader, evaluation_loader, training_loader
-from ltm.data.transforms import ImageSpec, image_spec
 from ltm.training.budget import measure_share, set_thresholds_
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.config import Settings, read_settings, to_yaml
@@ -32,6 +30,7 @@ from ltm.training.models import (
     count_parameters,
     method_config,
     save_plain,
+    spec_of,
 )
 from ltm.training.processes import Fabric, first_alone, make_fabric, placed
 from ltm.training.state import restore_, save_state
@@ -41,7 +40,7 @@ from ltm.training.validation import evaluate
 from ltm.training.values import plain
 
 THRESHOLD_IMAGES = 256
-"""Unlabelled training images on which LTMP's thresholds are set at the end."""
+"""Unlabelled training images, spread over all, on which LTMP's thresholds are set at the end."""
 
 _MAY_CHANGE = ("run.", "data.workers", "data.source", "optim.epochs", "model.weights")
 """Settings that a resumed run may have otherwise than before."""
@@ -108,7 +107,7 @@ def train(
     )
     with _explained(console, checkpoints):
         _fit(trainer, checkpoints, log, start.epoch if start else 0)
-        return _finish(trainer, checkpoints, log, output)
+        return _finish(trainer, splits, checkpoints, log, output)
 
 
 def _fit(trainer: Trainer, checkpoints: Checkpoints, log: RunLog, first_epoch: int) -> None:
@@ -169,9 +168,7 @@ def _flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _loaders(fabric: Fabric, settings: Settings, model: nn.Module, splits: Splits) -> Loaders:
-    spec: ImageSpec = image_spec(settings.data, model)
-    if is_merging(model):
-        spec = replace(spec, size=conversion_of(model).image_size)
+    spec = spec_of(settings, model)
     place: dict[str, Any] = {
         "device": fabric.device,
         "rank": fabric.global_rank,
@@ -234,7 +231,7 @@ def _explained(console: Console, checkpoints: Checkpoints) -> Iterator[None]:
 
 
 def _finish(
-    trainer: Trainer, checkpoints: Checkpoints, log: RunLog, output: Path
+    trainer: Trainer, splits: Splits, checkpoints: Checkpoints, log: RunLog, output: Path
 ) -> TrainingResult:
     """Keep the best network (LTMP: the last, its thresholds set), and write the numbers down."""
     fabric, last = trainer.fabric, log.rows[-1]
@@ -261,7 +258,7 @@ def _finish(
         "seconds_per_epoch": sum(r.train_seconds for r in log.rows) / len(log.rows),
     }
     if thresholded and conversion_of(model).config.ratio is not None:
-        metrics |= _meet_budget(trainer, model)
+        metrics |= _meet_budget(trainer, splits, model)
     with first_alone(fabric) as first:
         if first:
             (save if is_merging(model) else save_plain)(model, output / "model")
@@ -283,12 +280,11 @@ def _whole(trainer: Trainer) -> nn.Module:
     return trainer.fabric.to_device(model)
 
 
-def _meet_budget(trainer: Trainer, model: nn.Module) -> dict[str, Any]:
+def _meet_budget(trainer: Trainer, splits: Splits, model: nn.Module) -> dict[str, Any]:
     """Set LTMP's thresholds on training images without labels, and evaluate again."""
-    images = _some_images(trainer.loaders.clean(), THRESHOLD_IMAGES)
-    set_thresholds_(model, images, batch_size=trainer.settings.data.batch_size)
+    few, held_out = (_spread_images(part, trainer, model) for part in splits)
+    set_thresholds_(model, few, batch_size=trainer.settings.data.batch_size)
     found = evaluate(model, trainer.loaders.val, trainer.loaders.num_classes, trainer.fabric)
-    held_out = _some_images(iter(trainer.loaders.val), THRESHOLD_IMAGES)
     return {
         "top1": found.top1,
         "loss": found.loss,
@@ -298,11 +294,9 @@ def _meet_budget(trainer: Trainer, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _some_images(batches: Any, count: int) -> torch.Tensor:
-    taken: list[torch.Tensor] = []
-    batch: Batch
-    for batch in batches:
-        taken.append(batch.images)
-        if sum(map(len, taken)) >= count:
-            break
-    return torch.cat(taken)[:count]
+def _spread_images(dataset: LabelledImages, trainer: Trainer, model: nn.Module) -> torch.Tensor:
+    """A few images of all classes, the same in every process, which then decide alike."""
+    settings, few = trainer.settings, dataset.take(THRESHOLD_IMAGES)
+    spec, device = spec_of(settings, model), trainer.fabric.device
+    loader = evaluation_loader(few, spec, settings.data, device=device)
+    return torch.cat([batch.images for batch in loader])

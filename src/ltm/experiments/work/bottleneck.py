@@ -14,8 +14,8 @@ from ltm.experiments.work.networks import (
     held_out,
     placed,
     saved_network,
-    spec_of,
 )
+from ltm.training.models import spec_of
 
 
 @perform.register

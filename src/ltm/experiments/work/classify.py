@@ -24,13 +24,12 @@ from ltm.experiments.work.networks import (
     keep_network,
     macs_of,
     placed,
-    spec_of,
     splits_of,
 )
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.config import Settings, to_yaml
 from ltm.training.lora import without_lora
-from ltm.training.models import build, count_parameters
+from ltm.training.models import build, count_parameters, spec_of
 from ltm.training.run import train
 from ltm.training.tuning import choose_trainable_
 

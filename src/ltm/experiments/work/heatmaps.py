@@ -7,7 +7,8 @@ from typing import Any
 from ltm.experiments.jobs import Heatmap
 from ltm.experiments.place import Place, perform
 from ltm.experiments.store import write_bytes
-from ltm.experiments.work.networks import evaluation_images, placed, saved_network, spec_of
+from ltm.experiments.work.networks import evaluation_images, placed, saved_network
+from ltm.training.models import spec_of
 from ltm.visual.groups import merging_blocks
 from ltm.visual.heatmaps import default_targets, maps_at, rescale, weights_figure
 from ltm.visual.pictures import Scenes, figure_bytes, prepare

@@ -16,12 +16,12 @@ from ltm.core.schedule import ceil_count, ceil_grid, halve
 from ltm.data.classification import LabelledImages, Splits, open_splits
 from ltm.data.config import DataConfig
 from ltm.data.loading import Loader, evaluation_loader
-from ltm.data.transforms import ImageSpec, image_spec
+from ltm.data.transforms import image_spec
 from ltm.experiments.jobs import Classifier, Job, Pruned
 from ltm.experiments.place import Place
 from ltm.methods import LTM
 from ltm.training.config import Settings
-from ltm.training.models import build, load_weights_, make_timm_model, save_plain
+from ltm.training.models import build, load_weights_, make_timm_model, save_plain, spec_of
 
 
 def placed(job: Classifier | Pruned, place: Place) -> Settings:
@@ -96,12 +96,6 @@ _opened = lru_cache(maxsize=4)(open_splits)
 def evaluation_images(settings: Settings) -> LabelledImages:
     """The held-out images of a job."""
     return splits_of(settings).val
-
-
-def spec_of(settings: Settings, model: nn.Module) -> ImageSpec:
-    """What images a network gets."""
-    spec = image_spec(settings.data, model)
-    return replace(spec, size=conversion_of(model).image_size) if is_merging(model) else spec
 
 
 def held_out(settings: Settings, model: nn.Module, place: Place) -> Loader:

@@ -13,7 +13,8 @@ from ltm.experiments.jobs import Pruned
 from ltm.experiments.place import Place, perform
 from ltm.experiments.pruning import PEERS
 from ltm.experiments.work.classify import accuracy_values, history, last_weights_
-from ltm.experiments.work.networks import fresh_network, macs_of, placed, spec_of, splits_of
+from ltm.experiments.work.networks import fresh_network, macs_of, placed, splits_of
+from ltm.training.models import spec_of
 from ltm.training.run import train
 
 
