@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from safetensors.torch import save_file
 
 import ltm
 from ltm.cli import main
+from ltm.cli.compression import Compression
+from ltm.cli.evaluate import meet_ratios_
 from ltm.cli.progress import Progress
 from ltm.data.transforms import evaluation_transform, image_spec
 
@@ -136,6 +139,21 @@ def test_ltmp_meets_its_ratio_and_statistics_are_used(folder: Path, tmp_path: Pa
     rows = metrics["models"]
     assert metrics["num_images"] == 9
     assert rows["ltmp"]["measured_gmacs"] / rows["base"]["gmacs"] == pytest.approx(0.9, abs=0.04)
+
+
+def test_thresholds_are_set_on_all_images_that_were_chosen_for_it(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "ltm.training.budget.set_thresholds_", lambda _, images, **__: seen.append(images.tolist())
+    )
+    images, config = torch.arange(130), ltm.LTMP(ratio=0.9)
+    parts = {"models": {"base": host}, "images": SimpleNamespace(calibration=images)}
+    run: Any = SimpleNamespace(**parts, calibration_batch=images)
+    model = Compression._converted(run, config)
+    meet_ratios_({"ltmp": model}, lambda: images[::2])
+    assert seen == [list(range(0, 130, 3)), list(range(0, 130, 2))]
 
 
 def no_image(folder: Path, tmp_path: Path) -> list[str]:

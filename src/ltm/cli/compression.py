@@ -148,7 +148,9 @@ class Compression:
         if config.name == "ltmp" and config.ratio is not None and config.ratio < 1:
             if self.images.calibration is None:
                 raise ValueError(f"LTMP's thresholds need other images, but {self.images.reason}")
-            set_thresholds_(model, self.calibration_batch[:_THRESHOLD_IMAGES])
+            # One of several: images come class by class.
+            step = -(-len(self.calibration_batch) // _THRESHOLD_IMAGES)
+            set_thresholds_(model, self.calibration_batch[::step])
         return model
 
     def calibrate(self) -> None:

@@ -83,7 +83,7 @@ def prepare_(model: nn.Module, config: object, images: Tensor) -> None:
     assert isinstance(config, MethodConfig)
     merge_tokens_(model, config, (images.shape[-2], images.shape[-1]))
     if isinstance(config, LTMP):
-        set_ltmp_thresholds_(model, images)
+        set_ltmp_thresholds_(model, images[:_SAMPLE])
     elif any(getattr(merger, "informative", None) is not None for _, merger in mergers(model)):
         labels = torch.arange(len(images[:_SAMPLE])) % num_classes_of(model)
         collect_statistics_(model, [(images[:_SAMPLE], labels)])
@@ -96,7 +96,7 @@ def set_ltmp_thresholds_(model: nn.Module, images: Tensor) -> None:
 
     ratio = conversion_of(model).config.ratio
     if ratio is not None and ratio < 1:
-        set_thresholds_(model, images[:_SAMPLE], tolerance=0.02)
+        set_thresholds_(model, images, tolerance=0.02)
 
 
 def _published_tome(model: nn.Module, method: str, ratio: float) -> tuple[nn.Module, float]:
