@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ltm.data.classification import open_splits
+from ltm.data.config import DataConfig
 from ltm.data.images import UnreadableImagesError, UnreadableImageWarning
 from ltm.data.shards import TarShards, expand_shards
 from ltm.data.streaming import ShardStream, shuffled
@@ -67,6 +69,20 @@ def test_patterns(shards, tmp_path):
     assert expand_shards(str(shards), "val") == (shards / "val-000.tar",)
     assert len(expand_shards(str(shards), "other")) == 4
     assert len(expand_shards("a-{0..1}-{08..12}.tar", "val")) == 10
+
+
+@pytest.mark.parametrize("names", [("n-train-0", "n-validation-0"), ("train-0", "val-0")])
+def test_splits_are_told_by_a_word_of_the_name(numbered, tmp_path, names):
+    for path, name in zip(numbered[::2], names, strict=True):
+        path.rename(tmp_path / f"{name}.tar")
+    (tmp_path / "n-01.tar").unlink()
+    train, val = open_splits(DataConfig(source=str(tmp_path)))
+    assert [path.stem for path in (*train.paths, *val.paths)] == list(names)
+
+
+def test_no_shard_is_both_trained_and_evaluated_on(numbered, tmp_path):
+    with pytest.raises(ValueError, match=r"n-00.tar is a shard of both train and val; nothing"):
+        open_splits(DataConfig(source=str(tmp_path)))
 
 
 def test_counts_beside_the_shards_save_reading_them(numbered, tmp_path):

@@ -146,6 +146,8 @@ def open_splits(config: DataConfig) -> Splits:
         )
         for split in (config.train_split, config.val_split)
     )
+    if isinstance(train, TarShards) and isinstance(val, TarShards):
+        _refuse_shared(train, val, config)
     # Shards without names know their classes by the highest label only.
     if train.class_names[: val.num_classes] != val.class_names:
         raise ValueError(
@@ -153,6 +155,15 @@ def open_splits(config: DataConfig) -> Splits:
             f"{val.num_classes} others in {config.val_split}; both need the same classes"
         )
     return Splits(train, val)
+
+
+def _refuse_shared(train: TarShards, val: TarShards, config: DataConfig) -> None:
+    shared = sorted(set(train.paths) & set(val.paths))
+    if shared:
+        raise ValueError(
+            f"{shared[0]} is a shard of both {config.train_split} and {config.val_split}; nothing "
+            "is held out of tar shards: write {split} where their names differ"
+        )
 
 
 def _open_files(

@@ -20,6 +20,7 @@ from ltm.data.images import EXTENSIONS, UnreadableImages, UnreadableImagesError,
 from ltm.data.shapes import Transform
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_WORD = re.compile(r"[a-zA-Z0-9]+")
 
 
 class Sample(NamedTuple):
@@ -153,13 +154,14 @@ class TarShards:
 def expand_shards(pattern: str, split: str) -> tuple[Path, ...]:
     """Turn `name-{000..123}.tar`, a glob, or a folder of .tar files into a list of paths.
 
-    `{split}` in a pattern stands for the split; in a folder, shards whose names start with the
-    split's are chosen where there are any.
+    `{split}` in a pattern stands for the split; in a folder, shards that have the split's name in
+    their own are chosen where there are any.
     """
     folder = Path(pattern)
     if folder.is_dir():
         paths = sorted(folder.glob("*.tar"))
-        of_split = [path for path in paths if path.name.startswith(split)]
+        words = {path: _WORD.findall(path.stem) for path in paths}
+        of_split = [path for path in paths if any(w.startswith(split) for w in words[path])]
         return tuple(of_split or paths)
     pattern = pattern.replace("{split}", split)
     match = _RANGE.search(pattern)
