@@ -85,6 +85,12 @@ def test_no_shard_is_both_trained_and_evaluated_on(numbered, tmp_path):
         open_splits(DataConfig(source=str(tmp_path)))
 
 
+@pytest.mark.parametrize("text", ["a\nb\nc\n", "a\nb\nc"])
+def test_every_line_names_a_class(numbered, tmp_path, text):
+    (tmp_path / "classes.txt").write_text(text)
+    assert TarShards(numbered).class_names == ("a", "b", "c")
+
+
 def test_counts_beside_the_shards_save_reading_them(numbered, tmp_path):
     (tmp_path / "classes.txt").write_text("a\nb\nc\n")
     (tmp_path / "sizes.json").write_text(json.dumps({path.name: 9 for path in numbered}))

@@ -203,7 +203,8 @@ def index_shards(paths: Sequence[Path]) -> ShardIndex:
 
 
 def _listed_classes(path: Path) -> tuple[str, ...]:
-    return tuple(path.read_text(encoding="utf-8").split("\n")[:-1]) if path.is_file() else ()
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
 
 
 def _listed_sizes(paths: Sequence[Path]) -> tuple[int, ...]:
