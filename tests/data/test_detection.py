@@ -128,6 +128,32 @@ def test_cocos_own_layout(coco_folder, tmp_path):
         open_detection(tmp_path, annotations="labels.json")
 
 
+@pytest.mark.parametrize(
+    ("folders", "file_name", "chosen"),
+    [
+        (("train/images", "val/images"), "1.png", "val/images"),
+        (("train2017", "val2017"), "1.png", "val2017"),
+        (("a", "b"), "b/1.png", "b"),
+        (("a/b", "b"), "b/1.png", "b"),
+        (("a", "b"), "1.png", None),
+        (("val/a", "val/b"), "1.png", None),
+    ],
+)
+def test_an_image_is_that_of_its_split(tmp_path, folders, file_name, chosen):
+    for shade, folder in enumerate(folders):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (4, 4), (shade, 0, 0)).save(tmp_path / folder / "1.png")
+    image = {"id": 1, "file_name": file_name, "width": 4, "height": 4}
+    data = {"images": [image], "categories": [], "annotations": []}
+    (tmp_path / "instances.json").write_text(json.dumps(data))
+    if chosen is None:
+        with pytest.raises(ValueError, match=r"either could be 1.png, the file_name of image 1"):
+            open_detection(tmp_path, split="val")
+    else:
+        picture, _ = open_detection(tmp_path, split="val")[0]
+        assert picture.max().item() == folders.index(chosen)
+
+
 def test_bad_sources_are_refused(odd_data, tmp_path):
     with pytest.raises(FileNotFoundError, match="no data at"):
         open_detection(tmp_path / "nowhere")

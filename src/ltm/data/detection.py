@@ -162,7 +162,7 @@ def open_detection(
         )
     found = _read_annotations(store, split, annotations)
     return CocoDetection(
-        StoredImages(store, _image_paths(store, found.images)),
+        StoredImages(store, _image_paths(store, found.images, split)),
         found,
         masks=masks,
         crowd=crowd,
@@ -216,8 +216,11 @@ def _usual_names(split: str) -> list[str]:
     return [*ours, f"{split}/instances.json", "instances.json", "annotations/instances.json"]
 
 
-def _image_paths(store: FileStore, images: Sequence[CocoImage]) -> list[str]:
-    """Find every image of an annotation file: by its path's end, most often its bare name."""
+def _image_paths(store: FileStore, images: Sequence[CocoImage], split: str) -> list[str]:
+    """Find every image of an annotation file: by its path's end, most often its bare name.
+
+    Of several the one is meant that lies in a folder of the split (`val`, `val2017`).
+    """
     by_name: dict[str, list[str]] = {}
     for path in list_images(store).images:
         by_name.setdefault(PurePosixPath(path).name, []).append(path)
@@ -229,8 +232,21 @@ def _image_paths(store: FileStore, images: Sequence[CocoImage]) -> list[str]:
             raise FileNotFoundError(
                 f"{store.path} lacks {image.file_name}, the file_name of image {image.id}"
             )
-        paths.append(found[0])
+        paths.append(found[0] if len(found) == 1 else _one_of(found, image, store, split))
     return paths
+
+
+def _one_of(found: list[str], image: CocoImage, store: FileStore, split: str) -> str:
+    folders = {path: PurePosixPath(path).parent.parts for path in found}
+    chosen = [path for path in found if any(part.startswith(split) for part in folders[path])]
+    if image.file_name in found:
+        chosen = [image.file_name]
+    if len(chosen) != 1:
+        raise ValueError(
+            f"{store.path} has {found[0]} and {found[1]}: either could be {image.file_name}, the "
+            f"file_name of image {image.id}; write the folder into file_name"
+        )
+    return chosen[0]
 
 
 def collate_detection(items: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> DetectionBatch:
