@@ -217,6 +217,17 @@ def test_an_image_that_comes_twice_counts_once() -> None:
     assert model.training
 
 
+def test_an_image_that_two_processes_see_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(shares: list[Any], own: Any) -> None:
+        shares[:] = [own] * len(shares)
+
+    for name, fake in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda fake=fake: fake)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    batch = ([torch.rand(3, 8, 8)], [{"image_id": torch.tensor(4)}])
+    assert len(detect(OneBox(), [batch], (1,))) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -96,18 +96,15 @@ def detect(
     In several processes each goes through its own batches, and all get everybody's results.
     """
     device = next(model.parameters()).device
-    results: list[Result] = []
-    seen: set[int] = set()
+    results: dict[int, list[Result]] = {}
     with evaluating(model), torch.no_grad():
         for images, targets in progress(batches):
             found = model([image.to(device) for image in images])
             for target, prediction in zip(targets, found, strict=True):
-                image_id = int(target["image_id"])
                 # Where an image cannot be read, another one takes its place and comes twice.
-                if image_id not in seen:
-                    seen.add(image_id)
-                    results += coco_results(image_id, prediction, category_ids)
-    return _gather(results)
+                image_id = int(target["image_id"])
+                results[image_id] = coco_results(image_id, prediction, category_ids)
+    return [result for found in _gather(results).values() for result in found]
 
 
 def coco_results(
@@ -192,12 +189,13 @@ def _check_results(annotations: Mapping[str, Any], results: Sequence[Result], ki
             raise ValueError(f"annotation {number}: segmentation is missing, and masks need it")
 
 
-def _gather(results: list[Result]) -> list[Result]:
+def _gather(results: dict[int, list[Result]]) -> dict[int, list[Result]]:
+    """Every image's results, once, whichever processes saw it."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return results
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, results)
-    return [result for share in shares for result in share]
+    return {image_id: found for share in shares for image_id, found in share.items()}
 
 
 def _say_nothing(*_: object) -> None: ...
