@@ -115,6 +115,15 @@ def test_the_rate_scales_with_the_batch() -> None:
         make_optimizer(vit(), OptimSettings(optimizer="adamv"), 4)
 
 
+def test_a_constant_rate_warms_up_too() -> None:
+    settings = OptimSettings(lr=1e-3, epochs=3, schedule="constant", lr_warmup_epochs=1.0)
+    optimizer = make_optimizer(vit(), settings, 4)
+    schedule = LearningRate(optimizer, settings, updates_per_epoch=10, lr=1e-3)
+    for updates, rate in ((0, 1e-6), (5, 5.005e-4), (10, 1e-3), (20, 1e-3), (29, 1e-3)):
+        schedule.set(updates)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
 def test_noise_falls_to_zero_over_the_merging_epochs() -> None:
     noises = [annealed_noise(2.0, epoch, 2, 7) for epoch in range(7)]
     assert noises == pytest.approx([2.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0])

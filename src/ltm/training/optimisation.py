@@ -76,27 +76,24 @@ class LearningRate:
     def __init__(
         self, optimizer: Optimizer, settings: OptimSettings, updates_per_epoch: int, lr: float
     ) -> None:
-        self._optimizer, self._lr = optimizer, lr
-        self._schedule: Scheduler | None = None
-        if settings.schedule == "cosine":
-            self._schedule, _ = create_scheduler_v2(
-                optimizer,
-                sched="cosine",
-                num_epochs=settings.epochs,
-                min_lr=min(settings.min_lr, lr),
-                warmup_lr=lr * 1e-3,
-                warmup_epochs=settings.lr_warmup_epochs,  # pyright: ignore[reportArgumentType]
-                step_on_epochs=False,
-                updates_per_epoch=updates_per_epoch,
-            )
+        # A constant rate is a cosine that falls to where it starts, after the same warm-up.
+        least = settings.min_lr if settings.schedule == "cosine" else lr
+        schedule, _ = create_scheduler_v2(
+            optimizer,
+            sched="cosine",
+            num_epochs=settings.epochs,
+            min_lr=min(least, lr),
+            warmup_lr=lr * 1e-3,
+            warmup_epochs=settings.lr_warmup_epochs,  # pyright: ignore[reportArgumentType]
+            step_on_epochs=False,
+            updates_per_epoch=updates_per_epoch,
+        )
+        assert schedule is not None, "timm knows cosines"
+        self._schedule: Scheduler = schedule
 
     def set(self, num_updates: int) -> None:
         """Set the learning rate of the update that comes after so many."""
-        if self._schedule is not None:
-            self._schedule.step_update(num_updates)
-            return
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._lr * group["lr_scale"]
+        self._schedule.step_update(num_updates)
 
 
 class AveragedWeights:
