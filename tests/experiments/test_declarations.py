@@ -13,7 +13,7 @@ from ltm.experiments.beside import beside, judge, write_section
 from ltm.experiments.jobs import Classifier, _plain, identity, resolved
 from ltm.experiments.measures import MEASURES, correct_flags
 from ltm.experiments.paper import paper_numbers
-from ltm.experiments.place import Place
+from ltm.experiments.place import Place, perform
 from ltm.experiments.reading import Reader
 from ltm.experiments.requests import base, tuned
 from ltm.experiments.scales import make_scale, remembered
@@ -23,6 +23,7 @@ from ltm.experiments.table import Cell, Claim, Column, Row, Table
 from ltm.experiments.tables import EXPERIMENTS
 from ltm.experiments.work.classify import pack_bits
 from ltm.experiments.work.networks import layer_counts
+from ltm.training.detection_config import DetectionSettings
 
 SOURCES = Sources(data="/data/tiny-imagenet.zip", weights="/data/vit.safetensors")
 SMALL = make_scale("small", SOURCES)
@@ -267,3 +268,20 @@ def test_a_job_is_data() -> None:
     job = base(SMALL.finetune[1], 0)
     assert isinstance(job, Classifier)
     assert hash(job) == hash(base(SMALL.finetune[1], 0))
+
+
+@pytest.mark.parametrize("task", ["detection", "segmentation"])
+def test_no_epoch_of_a_detector_is_chosen_by_the_scores_that_are_reported(
+    task: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[DetectionSettings] = []
+
+    def stop(settings: DetectionSettings, *_: object, **__: object) -> None:
+        seen.append(settings)
+        raise InterruptedError
+
+    monkeypatch.setattr("ltm.experiments.work.detect.train_detector", stop)
+    table = EXPERIMENTS[task].declare(make_scale("paper", SOURCES))
+    with pytest.raises(InterruptedError):
+        perform(table.jobs()[0], place)
+    assert seen[0].eval_every == seen[0].optim.epochs

@@ -12,12 +12,16 @@ from ltm.training.detection_run import train_detector
 
 @perform.register
 def detect(job: Detector, place: Place) -> dict[str, Any]:
-    """Raw values: COCO's scores, cost, and seconds per epoch."""
+    """Raw values: COCO's scores, cost, and seconds per epoch.
+
+    Scores are those of the last epoch, the only one that is evaluated: none is chosen by them.
+    """
     kind: Any = place.device.type
     settings = replace(
         job.settings,
         data=replace(job.settings.data, workers=place.workers),
         run=replace(job.settings.run, device=kind, devices=place.devices),
+        eval_every=job.settings.optim.epochs,
     )
     folder = place.work(job) / "run"
     found = train_detector(settings, folder, resume="auto", console=place.console)
