@@ -89,6 +89,11 @@ def test_a_folder_with_a_run_is_not_touched(tiny: Tiny, tmp_path: Path, quiet: C
     changed = tiny(optim={"epochs": 1, "lr": 0.5}, merge={"method": "none", "method_options": []})
     with pytest.raises(ValueError, match=r"other settings: optim.lr is 0.5 but was 0.001"):
         train(changed, tmp_path, resume="auto", console=quiet)
+    other = tiny(
+        optim={"epochs": 2}, merge={"method": "none", "method_options": []}, run={"seed": 1}
+    )
+    with pytest.raises(ValueError, match=r"other settings: run.seed is 1 but was 0"):
+        train(other, tmp_path, resume="auto", console=quiet)
     again = train(settings, tmp_path, resume="auto", console=quiet)  # nothing left to do
     assert len(again.history) == 1
     assert not is_merging(again.model)

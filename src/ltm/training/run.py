@@ -43,7 +43,8 @@ THRESHOLD_IMAGES = 256
 """Unlabelled training images, spread over all, on which LTMP's thresholds are set at the end."""
 
 _MAY_CHANGE = ("run.", "data.workers", "data.source", "optim.epochs", "model.weights")
-"""Settings that a resumed run may have otherwise than before."""
+"""Settings that a resumed run may have otherwise than before, but for its seed."""
+_SEED = "run.seed"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -155,7 +156,7 @@ def differences(before: Settings, after: Settings) -> list[str]:
     return [
         f"{name} is {new[name]} but was {old[name]}"
         for name in new
-        if old[name] != new[name] and not name.startswith(_MAY_CHANGE)
+        if old[name] != new[name] and (name == _SEED or not name.startswith(_MAY_CHANGE))
     ]
 
 

@@ -36,7 +36,6 @@ def save_state(
         "optimizer": _optimizer(trainer),
         "updates": trainer.updates,
         "precision": trainer.fabric.strategy.precision.state_dict(),
-        "seed": trainer.settings.run.seed,
     }
     with first_alone(trainer.fabric) as first:
         if first:
