@@ -214,6 +214,18 @@ def test_warm_up_epochs_train_the_original(tiny: Tiny, tmp_path: Path, quiet: Co
         assert top1(result.model, warm) == pytest.approx(result.metrics["top1"])
 
 
+def test_averaged_weights_share_their_running_statistics_too(
+    tiny: Tiny, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[nn.Module] = []
+    monkeypatch.setattr(
+        "ltm.training.loop.average_running_statistics_", lambda model, _: shared.append(model)
+    )
+    settings = tiny(optim={"epochs": 1, "ema": 0.9}, merge={"method": "none", "method_options": []})
+    kept = train(settings, tmp_path, console=quiet).model
+    assert [model is kept for model in shared] == [False, True]
+
+
 def test_thresholds_are_set_and_measured_on_images_of_all_classes(
     tiny: Tiny, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

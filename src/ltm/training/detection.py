@@ -147,6 +147,8 @@ class DetectionTrainer:
         noise = self._noise(epoch)
         losses = self._train(epoch)
         average_running_statistics_(self.model, self.fabric)
+        if self.average is not None:
+            average_running_statistics_(self.average.model, self.fabric)
         train_seconds = clock.lap()
         due = (epoch + 1) % settings.eval_every == 0 or epoch + 1 == settings.optim.epochs
         with self._paused(self.evaluated, epoch):

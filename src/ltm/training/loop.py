@@ -118,8 +118,10 @@ class Trainer:
         totals = self._train(epoch, merging)
         train_seconds = clock.lap()
         if merging and needs_statistics(self.model):
-            self._refresh(merging)
+            self._refresh()
         average_running_statistics_(self.model, self.fabric)
+        if self.average is not None:
+            average_running_statistics_(self.average.model, self.fabric)
         statistics_seconds += clock.lap()
         with nullcontext() if merging or not is_merging(self.model) else self._without_merging():
             found = self.evaluate()
@@ -153,7 +155,7 @@ class Trainer:
         if self.average is not None:
             self.average.follow_statistics(self.model)
 
-    def _refresh(self, merging: bool) -> None:
+    def _refresh(self) -> None:
         """Q(t) and centroids(t), from the epoch's own batches or from clean images after it."""
         if not self.settings.statistics_from_epoch:
             self._statistics(refresh_statistics_)
