@@ -107,11 +107,6 @@ def expected_share(model: nn.Module, share: MacShare) -> Tensor:
     return share(torch.stack(left))
 
 
-def budget_loss(model: nn.Module, share: MacShare, target: float) -> Tensor:
-    """Squared distance of the share of MACs from the target (LTMP's second loss)."""
-    return (expected_share(model, share) - target).square()
-
-
 @torch.no_grad()
 def measure_share(
     model: nn.Module, images: Tensor, share: MacShare | None = None, *, batch_size: int = 32
