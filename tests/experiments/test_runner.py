@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from ltm.experiments.drawing import points_of
 from ltm.experiments.jobs import Job, identity
 from ltm.experiments.place import Place, perform
 from ltm.experiments.reading import Reader
@@ -132,6 +133,18 @@ def test_ctrl_c_leaves_what_is_done(place: Place) -> None:
     STOPS.clear()
     summary = run_jobs(jobs, place)
     assert (len(summary.ran), len(summary.already), summary.interrupted) == (2, 1, False)
+
+
+def test_a_point_of_another_column_says_so(place: Place) -> None:
+    jobs = Count(number=1), Count(number=2)
+    run_jobs(jobs, place)
+    rows = [
+        Row(label=name, cells={column: Cell(jobs=(job,), measure="parameters")})
+        for name, column, job in zip(("a", "b"), ("n @0", "n @9"), jobs, strict=True)
+    ]
+    made = Table(columns=(Column(name="n @0"), Column(name="n @9")), rows=tuple(rows))
+    found = points_of(made, "n @9", Reader(place.store))
+    assert [(name, value.mean) for name, value in found] == [("a @0", 1.0), ("b", 2.0)]
 
 
 def test_out_of_time_no_further_row_begins(place: Place) -> None:

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ltm.experiments.reading import Reader
+from ltm.experiments.seeds import Estimate
 from ltm.experiments.store import read_json
 from ltm.experiments.table import Cell, Experiment, Picture, Table
 from ltm.visual.pictures import figure_bytes
@@ -27,15 +28,8 @@ def draw(experiment: Experiment, table: Table, reader: Reader) -> dict[str, byte
 
 
 def _points(experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
-    """One point per row; rows without the column show the first number of the same kind."""
-    points = []
-    kind = picture.column.partition(" @")[0]
-    for row in table.rows:
-        names = [picture.column, *(c.name for c in table.columns if c.name.startswith(kind))]
-        found = [reader.read(row.cells[name]).estimate for name in names if name in row.cells]
-        value = next((estimate for estimate in found if estimate is not None), None)
-        if value is not None:
-            points.append((row.label, value))
+    """One point per row."""
+    points = points_of(table, picture.column, reader)
     if not points:
         return None
     figure = Figure(figsize=(6.5, 0.9 + 0.3 * len(points)), layout="constrained")
@@ -54,6 +48,24 @@ def _points(experiment: Experiment, table: Table, picture: Picture, reader: Read
     axes.invert_yaxis()
     axes.margins(x=0.1)
     return _finished(figure, [axes], experiment.title, picture.column)
+
+
+def points_of(table: Table, column: str, reader: Reader) -> list[tuple[str, Estimate]]:
+    """Rows and their numbers; those without the column have the first of the same kind, and say so.
+
+    A row that nobody trains is labelled `ToMe-ViT-Ti @0` where the column is that of ten epochs.
+    """
+    points: list[tuple[str, Estimate]] = []
+    kind = column.partition(" @")[0]
+    for row in table.rows:
+        names = [column, *(c.name for c in table.columns if c.name.startswith(kind))]
+        found = {n: reader.read(row.cells[n]).estimate for n in names if n in row.cells}
+        for name, value in found.items():
+            if value is not None:
+                other = "" if name == column else name.removeprefix(kind)
+                points.append((f"{row.label}{other}", value))
+                break
+    return points
 
 
 def _cost(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
