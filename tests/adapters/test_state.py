@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 import ltm
+from ltm.adapters import adapter_of
 from ltm.api import conversion_of, mergers
 from ltm.methods import methods
 from toys import pictures, size_of, toy
@@ -88,6 +89,21 @@ def test_compiled_models_are_looked_into():
     static(images)
     ltm.freeze_(static)
     assert all(merger.frozen for _, merger in mergers(static))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("vit", [3]), ("vit", [0, 2]), ("swin", [0, 3]), ("mobilevit", [0]), ("efficientvit", [1])],
+)
+@torch.no_grad()
+def test_blocks_that_are_compiled_one_by_one_know_the_others_tokens(name, compiled):
+    model, images = converted(name, per_block=0.8), pictures(name)
+    expected = model(images)
+    for index in compiled:
+        adapter_of(model.token_merging.family).units(model)[index].compile(backend="eager")
+    for batch in (images, images[:1]):
+        torch.testing.assert_close(model(batch), expected[: len(batch)], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

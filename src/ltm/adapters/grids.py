@@ -100,8 +100,9 @@ class MergingGridModel(Resizable):
 
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Timm's own; what comes out is known to the head, also after other forwards."""
-        features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         state = self.token_state
+        state.start()
+        features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         state.remember(features, Tokens(size=state.read(POOL)))
         return features
 
@@ -122,6 +123,7 @@ class MergingGridModel(Resizable):
     ) -> Any:
         """Timm's own, with every map resampled to the size that its stride promises."""
         info = cast("Any", self).feature_info
+        self.token_state.start()
         out = super().forward_intermediates(x, indices, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         taken, _ = feature_take_indices(len(info), indices)
         reductions = [info[index]["reduction"] for index in taken]
@@ -134,7 +136,10 @@ class MergingGridModel(Resizable):
 class MergingFeatures(FeatureListNet):
     """timm's `features_only` network around converted blocks."""
 
+    token_state: TokenState
+
     def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        self.token_state.start()
         maps = super().forward(x)
         reductions = cast("Any", self).feature_info.reduction()
         last = str(cast("Any", self).output_fmt).endswith("NHWC")
@@ -143,12 +148,11 @@ class MergingFeatures(FeatureListNet):
 
 def convert_model_(model: nn.Module, state: TokenState, classes: dict[type, type]) -> None:
     """The parts of a grid network that are no blocks: its class, and the pool of its head."""
+    merging = {**classes, FeatureListNet: MergingFeatures}
     for module in model.modules():
-        if type(module) in classes:
-            become_(module, classes[type(module)])
+        if type(module) in merging:
+            become_(module, merging[type(module)])
             cast("Any", module).token_state = state
-        elif type(module) is FeatureListNet:
-            become_(module, MergingFeatures)
     size_pools_(model, state)
 
 

@@ -104,10 +104,15 @@ class TokenState:
         return forward.again
 
     def start(self) -> None:
-        """Forget the forward before: called by the first block."""
-        if not torch.compiler.is_compiling() and _backward() == -1:
-            self._forward.slots = {}
-            self._latest = self._forward.slots
+        """Forget the forward before: called by the network and, where it runs alone, a first block.
+
+        The network itself, because a first block that is compiled cannot reach a thread's slots.
+        """
+        if not torch.compiler.is_compiling():
+            if _backward() != -1:
+                return
+            self._latest = self._forward.slots = {}
+        self._traced = {}
 
     def enter(self, index: int, x: Tensor) -> Tokens:
         """What is known about the tokens that enter a block."""
@@ -119,7 +124,7 @@ class TokenState:
                 )
             return self._traced[index]
         if _backward() == -1:
-            tokens = self._forward.slots.get(index) or Tokens()
+            tokens = self._forward.slots.get(index) or self._traced.get(index) or Tokens()
             if torch.is_grad_enabled():
                 self.remember(x, tokens)
             return tokens
@@ -140,13 +145,16 @@ class TokenState:
 
     def read(self, key: Any) -> Any:
         slots = self._slots()
-        if key in slots or torch.compiler.is_compiling() or _backward() == -1:
+        if key in slots or torch.compiler.is_compiling():
             return slots.get(key)
-        return self._latest.get(key)
+        # What is not here was left by the forward that runs again, or by a block that is compiled.
+        again = self._latest if _backward() != -1 else {}
+        return again.get(key, self._traced.get(key))
 
     def take(self, key: Any) -> Any:
         """Read once: what is large does not outlive its use."""
-        return self._slots().pop(key, None)
+        found = self._slots().pop(key, None)
+        return self._traced.pop(key, None) if found is None else found
 
     @property
     def labels(self) -> Tensor | None:

@@ -136,8 +136,9 @@ class MergingModel(Resizable):
 
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Timm's own; what comes out is known to the pool, also after other forwards."""
-        features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         slot = self._last_slot()
+        slot.state.start()
+        features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         slot.state.remember(features, slot.state.read(slot.index + 1) or Tokens())
         return features
 
@@ -174,6 +175,7 @@ class MergingModel(Resizable):
         assert output_fmt in ("NCHW", "NLC"), "Output format must be one of NCHW or NLC."
         host, as_map = cast("VisionTransformer", self), output_fmt == "NCHW"
         grid = host.patch_embed.dynamic_feat_size(x.shape[-2:])
+        self._last_slot().state.start()
         out = super().forward_intermediates(  # pyright: ignore[reportAttributeAccessIssue]
             x, indices, return_prefix_tokens, norm, stop_early, "NLC", *args, **options
         )
