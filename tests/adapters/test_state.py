@@ -1,12 +1,15 @@
 """What is known about tokens belongs to the forward that they come from."""
 
+import copy
+
 import pytest
 import torch
+from timm.layers.drop import DropPath
 from torch._dynamo.exc import Unsupported
 
 import ltm
 from ltm.adapters import adapter_of
-from ltm.api import conversion_of, mergers
+from ltm.api import announcing, conversion_of, mergers
 from ltm.methods import methods
 from toys import pictures, size_of, toy
 
@@ -112,3 +115,45 @@ def test_a_block_alone_makes_no_full_graph():
     block.compile(backend="eager", fullgraph=True)
     with pytest.raises(Unsupported):
         block(torch.randn(1, 37, 32))
+
+
+def knowing(name, **settings):
+    """A model in training whose masks depend on the labels; nothing else is random."""
+    model = converted(name, per_block=0.6, labels="true", gain=1.0, **settings).train()
+    for _, merger in mergers(model):
+        step, merger.noise = merger.informative, 0.0
+        torch.nn.init.orthogonal_(step.centroids)
+        torch.nn.init.uniform_(step.costs, 1, 9)
+        step.present.fill_(True)
+        step.refresh_()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d | DropPath):
+            module.eval()
+    return model
+
+
+@pytest.mark.parametrize("support", ["matching", "learned"])
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit"])
+def test_blocks_that_run_again_know_the_labels(name, support):
+    """Also where nobody announces them any more."""
+    model, images = knowing(name, support=support), pictures(name, batch=3)
+
+    def loss():
+        with announcing(model, torch.arange(3)):
+            return model(images).square().sum()
+
+    without = gradients(model, lambda: model(images).square().sum())
+    expected = gradients(model, loss)
+    assert not torch.allclose(without, expected)
+    model.set_grad_checkpointing(True)
+    assert torch.equal(gradients(model, loss), expected)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@torch.no_grad()
+def test_compiled_models_know_the_labels():
+    model, images = knowing("vit", sites=(1, 2)), pictures("vit", batch=3)
+    compiled, eager = torch.compile(model, backend="eager"), copy.deepcopy(model)
+    for labels in (torch.arange(3), torch.tensor([4, 4, 1]), None):
+        with announcing(model, labels), announcing(eager, labels):
+            torch.testing.assert_close(compiled(images), eager(images))

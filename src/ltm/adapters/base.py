@@ -111,7 +111,7 @@ class MergingMixin(nn.Module):
         slot = self.slot
         if slot.opens:
             slot.state.start()
-        return Tokens() if slot.starts else slot.state.enter(slot.index, x)
+        return slot.state.enter(None if slot.starts else slot.index, x)
 
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
         """The hints that a merger needs, from the output of the block's `qkv` projection."""
@@ -144,13 +144,13 @@ class MergingMixin(nn.Module):
                     grid_out=grid_out,
                     size=tokens.size,
                     carry=tokens.carry,
-                    labels=slot.state.labels,
+                    labels=tokens.labels,
                 )
                 decision = self.decide(z, hints, **context)
                 merged, size, means = decision.merge.apply(z, tokens.size, decision.values)
                 merges = (*tokens.merges, decision.merge)
                 carry = decision.carry if means is None else means
-                tokens = Tokens(size=size, carry=carry, merges=merges)
+                tokens = dataclasses.replace(tokens, size=size, carry=carry, merges=merges)
         slot.state.write(slot.index + 1, tokens)
         if slot.state.watched:
             hints = hints or Hints(num_out=z.shape[1], size=tokens.size)

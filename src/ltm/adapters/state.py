@@ -24,6 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ltm.core.merge import Merge
 from ltm.methods.base import Decision, Hints, Merger
 
+LABELS = "labels"
+"""The slot of the labels that were announced for a forward."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tokens:
@@ -34,6 +37,8 @@ class Tokens:
     carry: Tensor | None = None
     merges: tuple[Merge, ...] = ()
     """All merges since the tokens were patches."""
+    labels: Tensor | None = None
+    """True labels of the images, where somebody announced them."""
 
 
 def require_sizes(size: Tensor, x: Tensor) -> None:
@@ -83,6 +88,8 @@ class TokenState:
         self._latest = self._forward.slots
         self._traced: dict[Any, Any] = {}
         self._known = WeakTensorKeyDictionary()
+        self._announced: Tensor | None = None
+        """The labels that graphs see."""
         self.merging = True
         """Whether blocks merge at all; one switch for all threads, as autograd has its own."""
 
@@ -111,12 +118,14 @@ class TokenState:
         if not torch.compiler.is_compiling():
             if _backward() != -1:
                 return
-            self._latest = self._forward.slots = {}
+            self._latest = self._forward.slots = {LABELS: self._forward.labels}
         self._traced = {}
 
-    def enter(self, index: int, x: Tensor) -> Tokens:
-        """What is known about the tokens that enter a block."""
+    def enter(self, index: int | None, x: Tensor) -> Tokens:
+        """What is known about the tokens that enter a block; no index where they are patches."""
         if torch.compiler.is_compiling():
+            if index is None:
+                return Tokens(labels=self._announced)
             if index not in self._traced:
                 raise RuntimeError(
                     f"torch.compile: block {index} alone cannot know what was merged before it; "
@@ -124,12 +133,15 @@ class TokenState:
                 )
             return self._traced[index]
         if _backward() == -1:
-            tokens = self._forward.slots.get(index) or self._traced.get(index) or Tokens()
+            slots = self._forward.slots
+            known = None if index is None else slots.get(index) or self._traced.get(index)
+            tokens = known or Tokens(labels=self._forward.labels)
             if torch.is_grad_enabled():
                 self.remember(x, tokens)
             return tokens
         # Run again, maybe after other forwards and on a thread of autograd's own.
-        return self.recall(x) or self.read(index) or Tokens()
+        known = self.recall(x) or (None if index is None else self.read(index))
+        return known or Tokens(labels=self._latest.get(LABELS))
 
     def remember(self, x: Tensor, tokens: Tokens) -> None:
         """Know a tensor by itself, for as long as somebody holds it."""
@@ -153,12 +165,12 @@ class TokenState:
 
     def take(self, key: Any) -> Any:
         """Read once: what is large does not outlive its use."""
-        found = self._slots().pop(key, None)
-        return self._traced.pop(key, None) if found is None else found
-
-    @property
-    def labels(self) -> Tensor | None:
-        return None if torch.compiler.is_compiling() else self._forward.labels
+        slots = self._slots()
+        # Not deleted: graphs put back all entries of a dictionary that has lost one.
+        found, slots[key] = slots.get(key), None
+        if found is None and not torch.compiler.is_compiling():
+            found = self._traced.pop(key, None)
+        return found
 
     @property
     def watched(self) -> bool:
@@ -191,8 +203,8 @@ class TokenState:
     def announcing(self, labels: Tensor | None) -> Iterator[None]:
         """Let mergers see the true labels of the forwards inside."""
         before = self._forward.labels
-        self._forward.labels = labels
+        self._forward.labels = self._announced = labels
         try:
             yield
         finally:
-            self._forward.labels = before
+            self._forward.labels = self._announced = before

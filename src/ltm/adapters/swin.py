@@ -83,8 +83,11 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         if merger.needs:
             qkv = self.slot.state.take(("qkv", self.slot.index))
             found = attention_hints(self.attn, qkv, real, merger.needs, class_token=False)
+        labels = hints.labels
+        if labels is not None:
+            labels = labels.repeat_interleave(inside.shape[0] // z.shape[0])
         num_out = merger.site.count_for(inside.shape[1])
-        inner = merger(inside, Hints(num_out=num_out, size=real, labels=hints.labels, **found))
+        inner = merger(inside, Hints(num_out=num_out, size=real, labels=labels, **found))
         return Decision(merge=WindowMerge(inner=inner.merge, windows=windows))
 
 
