@@ -91,6 +91,14 @@ def test_a_vit_inside_another_module_meets_its_budget():
     assert report.macs_after == round(1e9 * ltm.gmacs(inside))
 
 
+@pytest.mark.parametrize("name", ["vit", *GRIDS])
+def test_networks_inside_another_module_have_their_classes(name):
+    inside, images = nn.Sequential(toy(name)), pictures(name)
+    ltm.merge_tokens_(inside, ltm.LTM(per_block=0.4), size_of(name))
+    ltm.collect_statistics_(inside, [images])
+    assert all(merger.active for _, merger in ltm.api.mergers(inside))
+
+
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("config", [ltm.LTM(ratio=0.8), ltm.LTM(ratio=0.8, support="learned")])
 def test_feature_extractors_are_counted_with_what_they_restore(inside, config):

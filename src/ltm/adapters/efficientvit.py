@@ -33,6 +33,7 @@ from ltm.adapters.base import (
 from ltm.adapters.grids import (
     POOL,
     MergingGridModel,
+    classes_of,
     convert_model_,
     map_to_tokens,
     revert_model_,
@@ -161,7 +162,7 @@ class EfficientViTAdapter(Adapter):
             Run(shape[2] * shape[3], (shape[2], shape[3]), (index,))
             for index, shape in enumerate(shapes)
         )
-        classes = int(getattr(model, "num_classes", 0) or 0)
+        classes = classes_of(model, _CLASSES)
         return Layout(blocks, 0, classes, runs, runs[0].grid)
 
     def convert_(

@@ -146,6 +146,12 @@ class MergingFeatures(FeatureListNet):
         return restore_maps(maps, (x.shape[-2], x.shape[-1]), reductions, channels_last=last)
 
 
+def classes_of(model: nn.Module, hosts: dict[type, type]) -> int:
+    """The classes of a network, also inside another module; feature extractors have none."""
+    found = (module for module in model.modules() if isinstance(module, tuple(hosts)))
+    return int(getattr(next(found, model), "num_classes", 0) or 0)
+
+
 def convert_model_(model: nn.Module, state: TokenState, classes: dict[type, type]) -> None:
     """The parts of a grid network that are no blocks: its class, and the pool of its head."""
     merging = {**classes, FeatureListNet: MergingFeatures}

@@ -26,7 +26,14 @@ from ltm.adapters.base import (
     observed_shapes,
     register,
 )
-from ltm.adapters.grids import POOL, MergingGridModel, convert_model_, revert_model_, stretch
+from ltm.adapters.grids import (
+    POOL,
+    MergingGridModel,
+    classes_of,
+    convert_model_,
+    revert_model_,
+    stretch,
+)
 from ltm.adapters.state import Tokens, TokenState
 from ltm.adapters.vit import (
     attend,
@@ -216,7 +223,7 @@ class MobileViTAdapter(Adapter):
                 for i, layer in enumerate(host.transformer)
             ]
             runs.append(Run(grid[0] * grid[1], grid, tuple(range(first, len(blocks)))))
-        classes = int(getattr(model, "num_classes", 0) or 0)
+        classes = classes_of(model, _CLASSES)
         # As on Swin: merge where stages begin. Even grids give the next stage whole patches.
         sites = tuple(run.blocks[0] for run in runs[:-1])
         return Layout(tuple(blocks), 0, classes, tuple(runs), runs[0].grid, EVEN, sites)

@@ -28,7 +28,7 @@ from ltm.adapters.base import (
     register,
     starts_of,
 )
-from ltm.adapters.grids import POOL, MergingGridModel, convert_model_, revert_model_
+from ltm.adapters.grids import POOL, MergingGridModel, classes_of, convert_model_, revert_model_
 from ltm.adapters.state import Tokens, TokenState
 from ltm.adapters.taps import tap_, untap_
 from ltm.adapters.vit import attention_hints
@@ -133,7 +133,7 @@ class SwinAdapter(Adapter):
             for index, (_, block) in enumerate(found)
         )
         multiple = max(found[0][1].window_size)
-        classes = int(getattr(model, "num_classes", 0) or 0)
+        classes = classes_of(model, _CLASSES)
         # Traffic decides the speed, and most of it is in the first stages: merge where they begin.
         sites = tuple(stages.index(stage) for stage in sorted(set(stages))[:-1])
         return Layout(blocks, 0, classes, runs, grids[0], multiple, sites)
