@@ -1,5 +1,6 @@
 """The ONNX file: what it carries, what it leaves out, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -128,6 +129,9 @@ def test_information_survives_being_written(exported: Export) -> None:
     again = ModelInformation.from_strings(information.to_strings())
     assert again.to_strings() == information.to_strings()
     assert json.loads(information.to_strings()["ltm.preprocessing"])["size"] == [48, 48]
+    unreadable = dataclasses.replace(information, token_merging={"ratio": torch.tensor(0.7)})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        unreadable.to_strings()
 
 
 def test_class_names_come_from_where_they_are_known(vit: nn.Module, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class ModelInformation:
             "token_merging": self.token_merging,
         }
         return {
-            _PREFIX + name: json.dumps(value, default=str)
+            _PREFIX + name: json.dumps(value)
             for name, value in entries.items()
             if value is not None
         }
