@@ -16,7 +16,7 @@ from torch import nn
 import ltm
 from ltm import zoo
 from ltm.adapters.grids import SizedPool
-from ltm.api import merging_off, set_ratio_
+from ltm.api import merging_off, set_ratio_, watching
 from ltm.methods import methods
 from toys import GRIDS, SEQUENCES, TOYS, pictures, size_of, toy
 
@@ -271,6 +271,30 @@ def test_other_sizes_without_resizing():
         for size in (128, 160):
             images = torch.randn(1, 3, size, size + 32)
             assert differs_from_its_original(model, images, toy(name)(images))
+
+
+def num_left_out(model, images):
+    """Tokens that went into no merged token."""
+    with watching(model) as records:
+        model(images)
+    merges = [record.decision.merge for record in records if record.decision is not None]
+    assert merges
+    return sum(int((merge.weights().sum(dim=2) == 0).sum()) for merge in merges)
+
+
+@pytest.mark.parametrize("name", ["vit", "mobilevit", "efficientvit"])
+@torch.no_grad()
+def test_a_learned_support_leaves_no_token_out_at_other_sizes_and_ratios(name):
+    model = toy(name)
+    if name == "vit":
+        settings = {"embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 10}
+        model = VisionTransformer(48, patch_size=4, dynamic_img_size=True, **settings).eval()
+    convert(model, name, ratio=0.9, support="learned", weights="uniform")
+    side = size_of(name)
+    for size in ((side, side), (side + 32, side + 64), (side // 2, 2 * side), (3 * side, 64)):
+        assert num_left_out(model, torch.randn(1, 3, *size)) == 0
+    set_ratio_(model, 0.8)
+    assert num_left_out(model, torch.randn(1, 3, side, side)) == 0
 
 
 @pytest.mark.parametrize("size", [256, 384])

@@ -30,28 +30,45 @@ class Axis(nn.Module):
     def __init__(self, num_in: int, num_out: int, patches: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.num_in, self.num_out, self.patches = num_in, num_out, patches
-        candidates = self._candidates(num_in, num_out)
+        candidates = self._candidates(num_in, num_out, patches)
         self.logits = nn.Parameter(initial_logits(candidates))
         for name in ("index", "valid", "anchor", "home"):
             self.register_buffer(name, getattr(candidates, name), persistent=False)
 
-    def _candidates(self, num_in: int, num_out: int) -> Candidates:
-        if self.patches is None:
+    def _candidates(self, num_in: int, num_out: int, patches: tuple[int, int] | None) -> Candidates:
+        if patches is None:
             return axis_candidates(num_in, num_out)
-        return grid_candidates(self.patches, num_in, num_out)
+        return grid_candidates(patches, num_in, num_out)
 
-    def forward(self, num_in: int, num_out: int, noise: float) -> Float[Tensor, "n p"]:
-        candidates, logits = Candidates(self.index, self.valid, self.anchor, self.home), self.logits
-        if (num_in, num_out) != (self.num_in, self.num_out):
-            other = self._candidates(num_in, num_out)
+    def forward(
+        self, num_in: int, num_out: int, noise: float, patches: tuple[int, int] | None = None
+    ) -> Float[Tensor, "n p"]:
+        """The support; `patches` is the shape of the image, where it is not the planned one."""
+        candidates, logits, patches = self._own(), self.logits, patches or self.patches
+        if (num_in, num_out, patches) != (self.num_in, self.num_out, self.patches):
+            other = self._candidates(num_in, num_out, patches)
             candidates = Candidates(*(getattr(other, f).to(logits.device) for f in vars(other)))
-            logits = _fit_width(resample_logits(logits, num_out), candidates)
+            logits = self.fitted(candidates)
         return support_matrix(choose(logits, noise=noise), candidates, num_in)
 
+    def _own(self) -> Candidates:
+        return Candidates(self.index, self.valid, self.anchor, self.home)
 
-def _fit_width(logits: Tensor, candidates: Candidates) -> Tensor:
-    """Another size may have another number of candidates; what is new starts as it would."""
-    width = candidates.index.shape[1]
-    if logits.shape[1] == width:
-        return logits
-    return initial_logits(candidates)
+    def fitted(self, candidates: Candidates) -> Float[Tensor, "p k"]:
+        """Logits for other candidates: those start anew, and what was learned is added to them.
+
+        The start is a partition, in which no token is left out; resampled it would be none. Another
+        number of candidates has learned nothing.
+        """
+        start = initial_logits(candidates).to(self.logits)
+        learned = resample_logits(self.logits - initial_logits(self._own()), len(start))
+        return start + learned if learned.shape == start.shape else start
+
+    def adopt_(self, other: Axis) -> None:
+        """Take over what another axis has learned."""
+        same = (self.num_in, self.num_out, self.patches) == (
+            other.num_in,
+            other.num_out,
+            other.patches,
+        )
+        self.logits.data.copy_(other.logits if same else other.fitted(self._own()))

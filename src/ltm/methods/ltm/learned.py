@@ -22,7 +22,7 @@ from ltm.core.merge import (
     row_normalise,
 )
 from ltm.core.schedule import Grid
-from ltm.core.support import anchors, resample_logits
+from ltm.core.support import anchors
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 from ltm.methods.ltm.axis import Axis
 from ltm.methods.ltm.step import LTMMerger
@@ -262,9 +262,7 @@ class LearnedMerger(LTMMerger):
         for name in ("rows", "columns", "sequence"):
             mine, theirs = getattr(self, name, None), getattr(other, name, None)
             if isinstance(mine, Axis) and isinstance(theirs, Axis):
-                fitted = resample_logits(theirs.logits, mine.num_out)
-                if fitted.shape == mine.logits.shape:
-                    mine.logits.data.copy_(fitted)
+                mine.adopt_(theirs)
 
 
 def _choose_again(merger: LearnedMerger, _keys: object) -> None:
