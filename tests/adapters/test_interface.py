@@ -297,6 +297,22 @@ def test_a_learned_support_leaves_no_token_out_at_other_sizes_and_ratios(name):
     assert num_left_out(model, torch.randn(1, 3, side, side)) == 0
 
 
+@torch.no_grad()
+def test_a_learned_support_on_an_image_of_another_shape_with_as_many_patches():
+    settings = {"embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+    model = VisionTransformer(48, patch_size=8, dynamic_img_size=True, **settings).eval()
+    other, images = copy.deepcopy(model), torch.randn(2, 3, 32, 72)
+    config = ltm.LTM(support="learned", counts=(20, 12), sites=(0, 1))
+    ltm.merge_tokens_(model, config)
+    ltm.merge_tokens_(other, config, (32, 72))
+    torch.testing.assert_close(model(images), other(images))
+    features, maps = model.forward_intermediates(images)
+    torch.testing.assert_close(features, other.forward_features(images))
+    assert maps[-1].shape[-2:] == (4, 9)
+    with pytest.raises(ValueError, match="is frozen for 6 x 6 patches, and 4 x 9 came in"):
+        ltm.freeze_(model)(images)
+
+
 @pytest.mark.parametrize("size", [256, 384])
 @torch.no_grad()
 def test_swin_at_other_sizes(size):

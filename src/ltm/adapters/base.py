@@ -134,7 +134,7 @@ class MergingMixin(nn.Module):
         hints, decision, merged = None, None, z
         if site is not None and merger is not None and slot.state.merging:
             num_patches = z.shape[1] - site.num_prefix
-            merger.require_planned(num_patches, grid)
+            merger.require_planned(num_patches, grid, tokens.patches)
             grid_out = None if grid is None else site.grid_for(grid)
             num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
             if num_out < num_patches or merger.own_counts:
@@ -142,6 +142,7 @@ class MergingMixin(nn.Module):
                     num_out=num_out,
                     grid_in=grid,
                     grid_out=grid_out,
+                    patches=tokens.patches,
                     size=tokens.size,
                     carry=tokens.carry,
                     labels=tokens.labels,

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltm.core.merge import Merge
+from ltm.core.schedule import Grid
 from ltm.methods.base import Decision, Hints, Merger
 
-LABELS = "labels"
-"""The slot of the labels that were announced for a forward."""
+LABELS, PATCHES = "labels", "patches"
+"""The slots of the labels that were announced for a forward, and of the shape of its images."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,6 +40,8 @@ class Tokens:
     """All merges since the tokens were patches."""
     labels: Tensor | None = None
     """True labels of the images, where somebody announced them."""
+    patches: Grid | None = None
+    """The shape in which a sequence's tokens stood while they were patches."""
 
 
 def require_sizes(size: Tensor, x: Tensor) -> None:
@@ -110,7 +113,7 @@ class TokenState:
             forward.backward, forward.again = backward, {}
         return forward.again
 
-    def start(self) -> None:
+    def start(self, patches: Grid | None = None) -> None:
         """Forget the forward before: called by the network and, where it runs alone, a first block.
 
         The network itself, because a first block that is compiled cannot reach a thread's slots.
@@ -118,14 +121,15 @@ class TokenState:
         if not torch.compiler.is_compiling():
             if _backward() != -1:
                 return
-            self._latest = self._forward.slots = {LABELS: self._forward.labels}
-        self._traced = {}
+            slots = {LABELS: self._forward.labels, PATCHES: patches}
+            self._latest = self._forward.slots = slots
+        self._traced = {PATCHES: patches}
 
     def enter(self, index: int | None, x: Tensor) -> Tokens:
         """What is known about the tokens that enter a block; no index where they are patches."""
         if torch.compiler.is_compiling():
             if index is None:
-                return Tokens(labels=self._announced)
+                return Tokens(labels=self._announced, patches=self._traced.get(PATCHES))
             if index not in self._traced:
                 raise RuntimeError(
                     f"torch.compile: block {index} alone cannot know what was merged before it; "
@@ -135,13 +139,14 @@ class TokenState:
         if _backward() == -1:
             slots = self._forward.slots
             known = None if index is None else slots.get(index) or self._traced.get(index)
-            tokens = known or Tokens(labels=self._forward.labels)
+            tokens = known or Tokens(labels=self._forward.labels, patches=slots.get(PATCHES))
             if torch.is_grad_enabled():
                 self.remember(x, tokens)
             return tokens
         # Run again, maybe after other forwards and on a thread of autograd's own.
         known = self.recall(x) or (None if index is None else self.read(index))
-        return known or Tokens(labels=self._latest.get(LABELS))
+        slots = self._latest
+        return known or Tokens(labels=slots.get(LABELS), patches=slots.get(PATCHES))
 
     def remember(self, x: Tensor, tokens: Tokens) -> None:
         """Know a tensor by itself, for as long as somebody holds it."""

@@ -30,6 +30,7 @@ from ltm.adapters.state import Tokens, TokenState, require_sizes
 from ltm.adapters.taps import tap_, untap_
 from ltm.core import fused, operators
 from ltm.core.merge import restore_through
+from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
 
 
@@ -134,10 +135,13 @@ class MergingModel(Resizable):
     def _last_slot(self) -> Slot:
         return cast("Any", self).blocks[-1].slot
 
+    def _patches(self, images: Tensor) -> Grid:
+        return cast("Any", self).patch_embed.dynamic_feat_size(images.shape[-2:])
+
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Timm's own; what comes out is known to the pool, also after other forwards."""
         slot = self._last_slot()
-        slot.state.start()
+        slot.state.start(self._patches(x))
         features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         slot.state.remember(features, slot.state.read(slot.index + 1) or Tokens())
         return features
@@ -174,8 +178,8 @@ class MergingModel(Resizable):
         """Timm's own, with every intermediate spread back to the full patch grid."""
         assert output_fmt in ("NCHW", "NLC"), "Output format must be one of NCHW or NLC."
         host, as_map = cast("VisionTransformer", self), output_fmt == "NCHW"
-        grid = host.patch_embed.dynamic_feat_size(x.shape[-2:])
-        self._last_slot().state.start()
+        grid = self._patches(x)
+        self._last_slot().state.start(grid)
         out = super().forward_intermediates(  # pyright: ignore[reportAttributeAccessIssue]
             x, indices, return_prefix_tokens, norm, stop_early, "NLC", *args, **options
         )
@@ -262,6 +266,7 @@ class ViTAdapter(Adapter):
         starts = [index == 0 for index in range(len(vit.blocks))]
         for block, slot in zip(vit.blocks, make_slots(config, sites, state, starts), strict=True):
             slot.counting = config.counting()
+            slot.opens = False  # The network opens the forward: it knows the shape of the image.
             convert_block_(block, config, slot)
             cast("Any", block).class_token = vit.cls_token is not None
         become_(vit, _CLASSES[type(vit)])

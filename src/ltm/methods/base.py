@@ -72,6 +72,8 @@ class Hints:
     num_out: int
     grid_in: Grid | None = None
     grid_out: Grid | None = None
+    patches: Grid | None = None
+    """The shape in which a sequence's tokens stood while they were patches, where it is known."""
     size: Float[Tensor, "_ t"] | None = None
     """How many patches each token stands for; None before the first merge."""
     keys: Float[Tensor, "b t d"] | None = None
@@ -120,7 +122,9 @@ class Merger(nn.Module, ABC):
         self.absent = None if any(key.startswith(prefix) for key in state_dict) else prefix
         super()._load_from_state_dict(state_dict, prefix, *args, **options)  # pyright: ignore[reportUnknownMemberType]
 
-    def require_planned(self, num_in: int, grid_in: Grid | None) -> None:
+    def require_planned(
+        self, num_in: int, grid_in: Grid | None, patches: Grid | None = None
+    ) -> None:
         """Refuse tokens that the merger cannot take, also where it would not merge them."""
 
     @abstractmethod

@@ -89,29 +89,33 @@ class LearnedMerger(LTMMerger):
         return Decision(merge=merge, values=logits)
 
     def _supports(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
-        if self.chosen and self._is_planned(num_in, hints.grid_in):
+        if self.chosen and self._is_planned(num_in, hints.grid_in, hints.patches):
             return self._chosen_supports()
         noise = self.noise if self.training else 0.0
         if hints.grid_in is None or hints.grid_out is None:
-            return (self.sequence(num_in, hints.num_out, noise),)
+            return (self.sequence(num_in, hints.num_out, noise, hints.patches),)
         (h, w), (h2, w2) = hints.grid_in, hints.grid_out
         return self.rows(h, h2, noise), self.columns(w, w2, noise)
 
-    def _is_planned(self, num_in: int, grid_in: Grid | None) -> bool:
+    def _is_planned(self, num_in: int, grid_in: Grid | None, patches: Grid | None) -> bool:
         """Whether these are the tokens that the site was made for; what is left follows."""
         site = self.site
-        return num_in == site.num_in if site.grid_in is None else grid_in == site.grid_in
+        if site.grid_in is not None:
+            return grid_in == site.grid_in
+        return num_in == site.num_in and patches in (None, site.grid)
 
-    def require_planned(self, num_in: int, grid_in: Grid | None) -> None:
-        if not self.frozen or self._is_planned(num_in, grid_in):
+    def require_planned(
+        self, num_in: int, grid_in: Grid | None, patches: Grid | None = None
+    ) -> None:
+        if not self.frozen or self._is_planned(num_in, grid_in, patches):
             return
-        site = self.site
-        made, found = (
-            str(number) if grid is None else f"{grid[0]} x {grid[1]}"
-            for grid, number in ((site.grid_in, site.num_in), (grid_in, num_in))
-        )
+        site, kind = self.site, "tokens"
+        pairs = (site.grid_in, site.num_in), (grid_in, num_in)
+        if num_in == site.num_in and grid_in is None:
+            kind, pairs = "patches", ((site.grid, num_in), (patches, num_in))
+        made, found = (str(n) if grid is None else f"{grid[0]} x {grid[1]}" for grid, n in pairs)
         raise ValueError(
-            f"the mask of block {site.block} is frozen for {made} tokens, and {found} came in; "
+            f"the mask of block {site.block} is frozen for {made} {kind}, and {found} came in; "
             "convert for images of this size before freeze_."
         )
 
@@ -232,7 +236,7 @@ class LearnedMerger(LTMMerger):
 
     def _with_sizes(self, merge: GridMerge, hints: Hints) -> GridMerge:
         """The merge with the sizes that it leaves, where they are known beforehand."""
-        planned = self._is_planned(merge.num_in, hints.grid_in)
+        planned = self._is_planned(merge.num_in, hints.grid_in, hints.patches)
         return dataclasses.replace(merge, size_out=self.chosen_size_out) if planned else merge
 
     def _per_image(self) -> bool:
