@@ -123,6 +123,16 @@ def test_a_new_classifier(name):
     ltm.collect_statistics_(model, [(images, torch.tensor([3, 1]))])
 
 
+@pytest.mark.parametrize("name", ["headless", "vit"])
+def test_a_new_classifier_is_where_the_network_is(name):
+    model = convert(toy(name).to("meta"), name)
+    model.reset_classifier(4)
+    mergers = [merger for _, merger in ltm.api.mergers(model)]
+    assert all(merger.informative.centroids.shape[0] == 4 for merger in mergers)
+    assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
+    assert not any(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("kind", ["avg", "max"])
 def test_a_new_pool_knows_the_sizes_of_tokens(name, kind):

@@ -127,8 +127,10 @@ class Resizable(nn.Module):
                 "new classes before freeze_."
             )
         super().reset_classifier(num_classes, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        device = next(self.parameters()).device
         for merger in mergers_of(self).values():
             merger.reset_classes_(num_classes)
+            merger.to(device).train(merger.training)  # What is new in it too.
         conversion = getattr(self, ATTRIBUTE, None)
         if isinstance(conversion, Conversion):
             sites = tuple(
