@@ -235,6 +235,20 @@ def test_gradients_reach_every_mask_parameter_and_nothing_frozen_moves(settings,
     assert moved
 
 
+@pytest.mark.parametrize("space", ["pooled", "token"])
+@torch.no_grad()
+def test_the_letter_gives_a_weight_to_tokens_outside_the_support(space):
+    images = pictures("vit")
+    for form, share in (("masked", 0.0), ("letter", 0.5)):
+        model, settings = toy("vit"), {"support": "learned", "sites": (2,), "space": space}
+        ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, mask_form=form, **settings))
+        collect_statistics_(model, [images])
+        (weights,) = ltm.merge_maps(model, images).values()
+        support = next(m for _, m in mergers(model)).sequence(*weights.shape[1:], 0.0)
+        outside = (weights * (1 - support)).sum(dim=1)
+        assert bool((outside > share).all() if share else (outside == 0).all())
+
+
 @pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
 def test_noise_only_in_training(name):
     model, images = toy(name), pictures(name)

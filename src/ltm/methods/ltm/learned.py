@@ -165,9 +165,7 @@ class LearnedMerger(LTMMerger):
     def _letter(self, tokens: Tensor, hints: Hints, support: Tensor, logits: Tensor) -> Merge:
         """Softmax of the product `G~ o M`: tokens outside the support weigh as those at s = 0."""
         k = self.site.num_prefix
-        size = token_size(tokens, hints)[:, k:, None]
-        mask = size * torch.exp(logits[..., None] * support)
-        mask = mask / mask.sum(dim=1, keepdim=True)
+        mask = _softmax_of(support, token_size(tokens, hints)[:, k:], logits[..., None])
         return DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
@@ -175,12 +173,13 @@ class LearnedMerger(LTMMerger):
         step, k, config = self.informative, self.site.num_prefix, self.config
         assert step is not None
         size = token_size(tokens, hints)[:, k:]
+        softmax = _softmax_of if config.mask_form == "letter" else _softmax_on
         state = tokens.new_zeros(1, *support.shape, dtype=torch.float32)
         if hints.carry is not None:
             state = hints.carry[:, :, anchors(hints.carry.shape[2], hints.num_out)]
         if step.active:
             patches = tokens[:, k:] if step.mlp is None else tokens[:, k:] + step.mlp(tokens[:, k:])
-            before = _softmax_on(support, size, state)
+            before = softmax(support, size, state)
             merged = before.to(patches.dtype).mT @ patches
             gradient = step.direction(merged.flatten(1), self.true_labels(hints))
             change = mask_gradient.token_gradient(patches, gradient.reshape(merged.shape))
@@ -188,7 +187,7 @@ class LearnedMerger(LTMMerger):
                 spread = change.flatten(1).std(dim=1, correction=0)[:, None, None]
                 change = step.gain * change / (spread + 1e-6)
             state = (state - config.eta * change).clamp(-8, 8)
-        mask = _softmax_on(support, size, state)
+        mask = softmax(support, size, state)
         merge = DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
         return Decision(merge=merge, carry=mask.mT @ state.expand_as(mask))
 
@@ -302,6 +301,12 @@ def _softmax_on(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "
     """`m M exp(G~)`, its columns normalised."""
     mask = support * size[..., None] * state.exp()
     return mask / mask.sum(dim=1, keepdim=True).clamp_min(1e-6)
+
+
+def _softmax_of(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "b n p"]:
+    """`m exp(G~ o M)`, its columns normalised."""
+    mask = size[..., None] * torch.exp(state * support)
+    return mask / mask.sum(dim=1, keepdim=True)
 
 
 def _resample(values: Float[Tensor, "n"], length: int) -> Float[Tensor, "n2"]:
