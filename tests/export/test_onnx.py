@@ -150,6 +150,8 @@ def test_class_names_come_from_where_they_are_known(vit: nn.Module, tmp_path: Pa
     assert saved_class_names(tmp_path) == ("cat", "dog")
     assert telling_names(["cat", "dog"]) == ("cat", "dog")
     assert telling_names(["0", "1", "2"]) is None  # ImageNet's folders, as some number them
+    assert telling_names(["0000", "0001", "0002"]) is None
+    assert telling_names(["1", "2", "4"]) == ("1", "2", "4")
     (tmp_path / "config.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="holds no class names"):
         read_class_names(tmp_path / "config.json")

@@ -199,9 +199,11 @@ def check_classes(model: nn.Module, class_names: Sequence[str], source: str) -> 
 
     Fewer classes than the model's are fine where folders are named by class index (0000, 0001).
     """
+    from ltm.export.information import telling_names
+
     number = num_classes_of(model)
     found = len(class_names)
-    numbered = all(name.isdecimal() for name in class_names)
+    numbered = telling_names(class_names) is None
     if found == number or (found < number and numbered):
         return
     raise ValueError(

@@ -123,8 +123,8 @@ def saved_class_names(run: Path) -> tuple[str, ...] | None:
 
 def telling_names(names: Sequence[str]) -> tuple[str, ...] | None:
     """The names of classes; None where they are but their numbers: timm may know better ones."""
-    numbers = tuple(str(number) for number in range(len(names)))
-    return None if tuple(names) == numbers else tuple(names)
+    numbered = all(name.isdecimal() and int(name) == at for at, name in enumerate(names))
+    return None if numbered else tuple(names)
 
 
 def _merging(model: nn.Module) -> dict[str, Any]:
