@@ -63,10 +63,8 @@ def load_model(
     if pretrained and weights is not None:
         raise ValueError("pretrained and weights: give one of them, not both")
     if run is not None:
-        host = None if model is None else _create(model, _arguments(model_args, num_classes))
-        if host is not None:
-            _resize_(host, image_size)
-        return _load_run(run, host)
+        refuse_given({"pretrained": pretrained, "weights": weights}, "a saved run")
+        return _load_run(run, _host(model, num_classes, image_size, model_args))
     if model is None:
         raise ValueError("model: give a timm name with --model, or a saved run with --run")
     check_host(model, _arguments(model_args, num_classes), image_size, merges=merges)
@@ -85,6 +83,26 @@ def load_model(
     _resize_(built, image_size)
     check_forward(built, image_size)
     return built.eval()
+
+
+def refuse_given(options: Mapping[str, object], owner: str) -> None:
+    """Refuse options that would be ignored, since their owner says it all."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"--{name.replace('_', '-')}: {owner} has its own; leave it out")
+
+
+def _host(
+    model: str | None, num_classes: int | None, image_size: int | None, model_args: Sequence[str]
+) -> nn.Module | None:
+    """The host of a saved run where its name is given; else the run says how to make it."""
+    if model is None:
+        shape = {"num_classes": num_classes, "image_size": image_size, "model_args": model_args}
+        refuse_given(shape, "a saved run")
+        return None
+    host = _create(model, _arguments(model_args, num_classes))
+    _resize_(host, image_size)
+    return host
 
 
 def _load_run(run: Path, host: nn.Module | None) -> nn.Module:
