@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +54,32 @@ def test_bad_input_is_one_sentence_and_2(
 ) -> None:
     assert main(["demo", *options]) == 2
     assert capsys.readouterr().err == f"ltm demo: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("train --data nowhere", "no data at nowhere"),
+        ("finetune --data nowhere --recipe shapes_vit", "no data at nowhere"),
+        ("calibrate --data shapes --budget 0.7 --run nowhere", "there is no such folder"),
+        ("compress --data shapes --run nowhere", "there is no such folder"),
+        ("visualize --run nowhere", "there is no such folder"),
+        ("benchmark --models test_vitt", "not known to timm"),
+        ("evaluate --data shapes --run nowhere", "there is no such folder"),
+        ("detect train --data nowhere", "no data at nowhere"),
+        ("detect evaluate --data shapes --run nowhere", "nowhere"),
+        ("segment predict shapes --run nowhere", "nowhere"),
+        ("export --run nowhere", "there is no such folder"),
+        ("table sweep --scale small --data nowhere", "no data at nowhere"),
+        ("table sweep --seeds 0", "seeds is 0"),
+        (f"predict {__file__} --run nowhere", "there is no such folder"),
+        ("serve --run nowhere --embedded --port 7997", "there is no such folder"),
+        ("demo --epochs 0", "epochs is 0"),
+    ],
+)
+def test_bad_input_leaves_no_folder(
+    call: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*call.split(), "--output", str(tmp_path / "runs" / "new")]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

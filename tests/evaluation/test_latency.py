@@ -277,6 +277,10 @@ def test_result_files_gather_runs(tmp_path: Path) -> None:
     assert "did not run: too small" in table
     assert f"- Run 2: {environment.device}" in table
     assert not list(tmp_path.glob("*.partial"))
+    fourth = TimingFile(path, keep=False)
+    assert json.loads(path.read_text()) == content  # until there is something to write
+    fourth.add([faster], fourth.start_run(environment, {}))
+    assert len(json.loads(path.read_text())["rows"]) == 1
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}'])

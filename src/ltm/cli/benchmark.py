@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ltm.cli.entrants import Images, Paddock, check_methods
 from ltm.cli.hosts import SizeError
 from ltm.cli.models import load_model, split_methods
-from ltm.cli.results import open_folder
+from ltm.cli.results import check_folder
 
 if TYPE_CHECKING:
     from ltm.evaluation.latency import Conditions, Entrant, Timing
@@ -85,7 +85,7 @@ def benchmark(
     from ltm.evaluation.processes import local_device
     from ltm.evaluation.runners import MODES
 
-    open_folder(output, overwrite=overwrite or resume)
+    check_folder(output, overwrite=overwrite or resume)
     wanted_modes = _listed("modes", modes, MODES)
     grid = Grid(
         batch_sizes=[_positive("batch_sizes", text) for text in split_methods(batch_sizes)],
@@ -175,9 +175,7 @@ class Results:
         from ltm.evaluation.turns import Turns
 
         path = None if output is None else output / "metrics.json"
-        if path is not None and not keep:
-            path.unlink(missing_ok=True)
-        self.file = TimingFile(path)
+        self.file = TimingFile(path, keep=keep)
         self.environment = describe(device)
         self.file.start_run(self.environment, settings)
         self.turns = Turns(None if path is None else path.with_suffix(".turns"))

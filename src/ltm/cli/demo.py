@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ltm.cli.compress import command_line, say, show
 from ltm.cli.models import method_config
-from ltm.cli.results import open_folder
+from ltm.cli.results import check_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ def demo(
     # torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config = method_config("ltm", ratio)
-    open_folder(output, overwrite=overwrite or _is_own(output))
+    check_folder(output, overwrite=overwrite or _is_own(output))
 
     import torch
 

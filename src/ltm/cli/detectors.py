@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ltm.cli.progress import Progress
-from ltm.cli.results import open_folder, write_metrics
+from ltm.cli.results import check_folder, write_metrics
 from ltm.training.detection_config import (
     DetectionSettings,
     Task,
@@ -88,7 +88,7 @@ class Evaluate:
 
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
-        open_folder(self.output)
+        check_folder(self.output)
         from ltm.data.detection import collate_detection, open_detection
         from ltm.data.detection_transforms import detection_transforms
         from ltm.data.loading import build_loader
@@ -165,7 +165,7 @@ class Predict:
 
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
-        open_folder(self.output)
+        check_folder(self.output)
         from ltm.evaluation.coco import write_results
 
         if not self.images:

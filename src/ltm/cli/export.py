@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ltm.cli.models import load_model, method_config
 from ltm.cli.progress import Progress
-from ltm.cli.results import open_folder, write_metrics
+from ltm.cli.results import check_folder, write_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,7 @@ def export(
         output: folder for the files and metrics.json.
         overwrite: replace another run's results there.
     """
-    open_folder(output, overwrite=overwrite)
+    check_folder(output, overwrite=overwrite)
     if int8 and data == "shapes" and weights is not None:
         raise ValueError("data: int8 needs images of the network's own kind; give --data")
 

@@ -14,7 +14,7 @@ import tyro
 
 from ltm.cli.models import load_model
 from ltm.cli.progress import Progress
-from ltm.cli.results import open_folder, write_metrics
+from ltm.cli.results import check_folder, write_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def predict(
     if top < 1:
         raise ValueError(f"top is {top}: at least 1 is needed")
     check_inputs(inputs)
-    open_folder(output, overwrite=overwrite)
+    check_folder(output, overwrite=overwrite)
 
     from ltm.export.prediction import Classifier, predict as stream
     from ltm.export.sources import image_paths
@@ -177,6 +177,7 @@ def _opened(output: Path | None, form: str) -> Iterator[TextIO]:
     if output is None:
         yield sys.stdout
         return
+    output.mkdir(parents=True, exist_ok=True)
     path = output / f"predictions.{form}"
     with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
         yield stream

@@ -30,28 +30,13 @@ def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
         with tempfile.TemporaryFile(dir=output):
             pass
     except OSError as error:
-        raise _unwritable(output, error) from error
+        raise PermissionError(
+            f"output {output} cannot be written to ({error.strerror}): choose another folder"
+        ) from error
     finally:
         for folder in reversed(made):
             with suppress(OSError):  # another process may be at work in it
                 folder.rmdir()
-
-
-def open_folder(output: Path | None, *, overwrite: bool = True) -> None:
-    """Make the folder `output`, or say as `check_folder` does that it cannot be one."""
-    if output is None:
-        return
-    check_folder(output, overwrite=overwrite)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(output, error) from error
-
-
-def _unwritable(output: Path, error: OSError) -> PermissionError:
-    return PermissionError(
-        f"output {output} cannot be written to ({error.strerror}): choose another folder"
-    )
 
 
 def write_metrics(output: Path | None, metrics: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ltm.cli.models import load_model
-from ltm.cli.results import open_folder, write_metrics
+from ltm.cli.results import check_folder, write_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +62,7 @@ def serve(
         output: folder for metrics.json, written at the end.
         overwrite: replace another run's results there.
     """
-    open_folder(output, overwrite=overwrite)
+    check_folder(output, overwrite=overwrite)
     _check_free(host, port)
     if run is None and model is None and not embedded:
         raise ValueError("embedded: there is no network to show; name one, or give --run")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ltm.cli.results import open_folder
+from ltm.cli.results import check_folder
 
 if TYPE_CHECKING:
     from ltm.experiments.place import Place
@@ -80,16 +80,19 @@ def table(
             print(f"{experiment.name:<14}{experiment.item:<16}{experiment.title}")
         return
     experiments = find_experiments("all" if name == "beside" else name)
-    _check_numbers(devices, processes, minutes)
+    _check_numbers(devices, processes, seeds, minutes)
     from ltm.experiments.scales import check, make_scale, remembered
     from ltm.experiments.scales.base import Sources
     from ltm.experiments.store import Store
 
     output = output or Path("runs") / f"tables-{scale}"
-    open_folder(output)
+    check_folder(output)
     store = Store(output)
     sources = Sources(data=data, coco=coco, weights=weights, transfer=transfer)
-    sources = remembered(store, scale, sources, runs=not (draw_only or name == "beside"))
+    runs = not (draw_only or name == "beside")
+    if runs:
+        check(scale, sources)
+    sources = remembered(store, scale, sources, runs=runs)
     chosen = _with_seeds(make_scale(scale, sources), seeds)
     declared = [(experiment, experiment.declare(chosen)) for experiment in experiments]
     if name == "beside":
@@ -97,7 +100,6 @@ def table(
         return
     summary = None
     if not draw_only:
-        check(scale, sources)
         deadline = math.inf if minutes is None else time.time() + 60 * minutes
         place = _place(store, device, devices=devices, workers=workers, deadline=deadline)
         from ltm.experiments.runner import run_jobs
@@ -111,9 +113,9 @@ def table(
     _write(declared, store, scale, summary)
 
 
-def _check_numbers(devices: int, processes: int, minutes: float | None) -> None:
-    for option, number in {"devices": devices, "processes": processes}.items():
-        if number < 1:
+def _check_numbers(devices: int, processes: int, seeds: int | None, minutes: float | None) -> None:
+    for option, number in {"devices": devices, "processes": processes, "seeds": seeds}.items():
+        if number is not None and number < 1:
             raise ValueError(f"{option} is {number}, but must be at least 1")
     if devices > 1 and processes > 1:
         raise ValueError("devices and processes: give one of them; a row takes all devices")
@@ -126,8 +128,6 @@ def _with_seeds(scale: Scale, number: int | None) -> Scale:
 
     if number is None:
         return scale
-    if number < 1:
-        raise ValueError(f"seeds is {number}, but must be at least 1")
     return replace(scale, seeds=tuple(range(number)))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from ltm.cli.models import load_model, method_config
-from ltm.cli.results import open_folder, write_metrics
+from ltm.cli.results import check_folder, write_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +73,7 @@ def visualize(
         output: folder for the pictures and metrics.json.
         overwrite: replace another run's results there.
     """
-    open_folder(output, overwrite=overwrite)
+    check_folder(output, overwrite=overwrite)
 
     from ltm.cli.pictures import generated_pictures, read_pictures, telling_block, trace_models
     from ltm.data.transforms import image_spec
@@ -180,6 +180,7 @@ def _draw_block(
         "weights": weights_figure(scenes, traces, block, marks or None),
         "groups": groups_figure(scenes, traces, block),
     }
+    output.mkdir(parents=True, exist_ok=True)
     paths = []
     for kind, figure in figures.items():
         path = output / f"{kind}-block-{block:02d}{ending}.png"

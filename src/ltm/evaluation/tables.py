@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,22 @@ class TimingFile:
     """Timings gathered over several runs; ratios hold within a run, so each has its own base.
 
     The file is replaced as a whole after every `add`: what was measured is never half written, and
-    what other processes have added meanwhile stays. Without a path rows are only kept.
+    what other processes have added meanwhile stays. Without a path rows are only held. What is
+    there already goes at the first write unless it is to be kept.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, keep: bool = True) -> None:
         self.path = path
         self.runs: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         self._run: dict[str, Any] = {}
+        self._replaces = not keep
         self.read()
 
     def read(self) -> None:
         """Take over what is in the file."""
         path = self.path
-        if path is None or not path.exists():
+        if path is None or self._replaces or not path.exists():
             return
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +56,7 @@ class TimingFile:
 
     def add(self, rows: Iterable[Timing]) -> None:
         """Add rows of the run, and write the file."""
-        with nullcontext() if self.path is None else FileLock(self.path.with_suffix(".lock")):
+        with self._locked():
             self.read()
             if "run" not in self._run:
                 self._run = {"run": len(self.runs) + 1, **self._run}
@@ -62,6 +64,13 @@ class TimingFile:
             number = self._run["run"]
             self.rows.extend({"run": number, **dataclasses.asdict(row)} for row in rows)
             self._write()
+            self._replaces = False
+
+    def _locked(self) -> AbstractContextManager[object]:
+        if self.path is None:
+            return nullcontext()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.path.with_suffix(".lock"))
 
     def _write(self) -> None:
         """Write the file in one step."""

@@ -38,6 +38,7 @@ class Turns:
         if self.path is None or fcntl is None:
             yield
             return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
             yield

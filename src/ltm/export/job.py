@@ -84,6 +84,7 @@ class Export:
     ) -> list[ExportedFile]:
         """Write the formats, and refuse a file that does not say what the model says."""
         traced = program.trace(self.model, self.information.spec.size)
+        self.folder.mkdir(parents=True, exist_ok=True)
         for kind in _with_sources(formats):
             path, runner = _WRITERS[kind](self, traced)
             rows = compare(self.model, runner, images, batch_sizes)
