@@ -137,8 +137,11 @@ def test_what_does_not_fit_is_said(tmp_path):
     with pytest.raises(ValueError, match="made with the arguments"):
         ltm.load(tmp_path, toy("registers"))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="token_merging"):
+    with pytest.raises(ValueError, match="so its network does not merge; take it by its name"):
         ltm.load(tmp_path, toy("vit"))
+    (tmp_path / "config.json").write_text('{"detector": {}, "token_merging": {}}')
+    with pytest.raises(ValueError, match="it holds a detector"):
+        ltm.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="JSON"):
         ltm.load(tmp_path, toy("vit"))

@@ -148,6 +148,9 @@ def test_class_names_come_from_where_they_are_known(vit: nn.Module, tmp_path: Pa
     (tmp_path / "config.json").write_text('{"label_names": ["cat", "dog"]}')
     assert read_class_names(tmp_path / "config.json") == ("cat", "dog")
     assert saved_class_names(tmp_path) == ("cat", "dog")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(tmp_path)
+    assert saved_class_names(tmp_path / "run") == ("cat", "dog")
     assert telling_names(["cat", "dog"]) == ("cat", "dog")
     assert telling_names(["0", "1", "2"]) is None  # ImageNet's folders, as some number them
     assert telling_names(["0000", "0001", "0002"]) is None

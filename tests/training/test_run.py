@@ -98,7 +98,7 @@ def test_a_folder_with_a_run_is_not_touched(tiny: Tiny, tmp_path: Path, quiet: C
     assert len(again.history) == 1
     assert not is_merging(again.model)
     rebuilt = _host(settings)
-    load_weights_(rebuilt, tmp_path / "model")
+    load_weights_(rebuilt, tmp_path)
     assert top1(rebuilt.eval(), settings) == pytest.approx(again.metrics["top1"])
 
 
@@ -190,7 +190,7 @@ def test_a_new_label_set_gets_a_new_head(tiny: Tiny, tmp_path: Path, quiet: Cons
     again = tiny(
         **changes
         | {
-            "model": {"weights": str(tmp_path / "moved" / "model")},
+            "model": {"weights": str(tmp_path / "moved")},  # the run's own folder does too
             "data": {"source": "shapes:classes=4,size=32,images=20,val_images=8", "batch_size": 10},
         }
     )

@@ -112,9 +112,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     timm does not remember all arguments that a model was made with: where it was made with unusual
     ones, give a `model` made with the same. Nothing is unpickled.
     """
-    folder = Path(folder)
-    if not (folder / CONFIG).is_file() and (folder / "model" / CONFIG).is_file():
-        folder = folder / "model"  # of a training run
+    folder = saved_folder(Path(folder))
     config = _read_config(folder)
     merging = dict(config["token_merging"])
     known = {name: merging.pop(name) for name in _CONVERSION_ENTRIES}
@@ -149,6 +147,12 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     _load_weights_(model, folder)
     _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))
     return model.eval()
+
+
+def saved_folder(folder: Path) -> Path:
+    """The folder of a saved network, where that of a training run may be given too."""
+    inner = folder / "model"
+    return inner if not (folder / CONFIG).is_file() and (inner / CONFIG).is_file() else folder
 
 
 _CONVERSION_ENTRIES = (
@@ -236,8 +240,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / CONFIG).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder / CONFIG}: it is no JSON ({error}).") from error
+    if "detector" in config:
+        raise ValueError(f"{folder}: it holds a detector; ltm detect, segment and predict take it.")
     if "token_merging" not in config:
-        raise ValueError(f"{folder / CONFIG}: no entry token_merging; ltm.save did not write it.")
+        raise ValueError(
+            f"{folder / CONFIG}: no entry token_merging, so its network does not merge; take it by "
+            f"its name and the weights in {WEIGHTS}."
+        )
     return config
 
 

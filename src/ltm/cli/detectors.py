@@ -233,10 +233,10 @@ def _device(name: Device) -> torch.device:
 
 
 def _load(run: Path, task: Task, device: torch.device) -> LoadedDetector:
+    from ltm.api.deployment import saved_folder
     from ltm.tasks.saving import TASKS, load_detector
 
-    inner = run / "model"
-    loaded = load_detector(inner if inner.is_dir() else run)
+    loaded = load_detector(saved_folder(run))
     kind: Task = next(name for name, made in TASKS.items() if isinstance(loaded.config, made))
     if kind != task:
         raise ValueError(f"run {run} is for ltm {COMMANDS[kind]}, not ltm {COMMANDS[task]}")

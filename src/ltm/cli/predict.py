@@ -117,7 +117,9 @@ def predict(
 
 def _detector(run: Path | None, threshold: float) -> ImageModel | None:
     """A saved detector, if the folder holds one."""
-    config = None if run is None else run / "config.json"
+    from ltm.api.deployment import saved_folder
+
+    config = None if run is None else saved_folder(run) / "config.json"
     if config is None or not config.is_file():
         return None
     try:

@@ -13,6 +13,7 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 from ltm.api import conversion_of, image_size_of, is_merging, token_counts
+from ltm.api.deployment import saved_folder
 from ltm.data.config import DataConfig
 from ltm.data.transforms import ImageSpec, image_spec
 
@@ -114,7 +115,7 @@ def read_class_names(path: Path) -> tuple[str, ...]:
 
 def saved_class_names(run: Path) -> tuple[str, ...] | None:
     """The class names in a saved model's folder, if it has any."""
-    config = run / "config.json"
+    config = saved_folder(run) / "config.json"
     if not config.is_file():
         return None
     names = json.loads(config.read_text(encoding="utf-8")).get("label_names")

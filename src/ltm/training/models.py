@@ -10,7 +10,7 @@ from timm.models import load_state_dict
 from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
-from ltm.api.deployment import CONFIG, WEIGHTS, remember_arguments, write_weights
+from ltm.api.deployment import CONFIG, WEIGHTS, remember_arguments, saved_folder, write_weights
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.methods import MethodConfig, config_from_dict
 from ltm.training.config import MergeSettings, ModelSettings, Settings
@@ -125,7 +125,7 @@ def load_weights_(model: nn.Module, path: str | Path) -> list[str]:
     Mask modules and class statistics that the file lacks stay as they are.
     """
     path = Path(path)
-    path = path / WEIGHTS if path.is_dir() else path
+    path = saved_folder(path) / WEIGHTS if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}; give a .safetensors or .pth file")
     weights = {name: _full(value) for name, value in _read(path).items()}
@@ -167,7 +167,7 @@ def head_parameters(model: nn.Module) -> frozenset[str]:
 
 def _merging_folder(weights: str | None) -> Path | None:
     """The folder of a token-merging model that `ltm.save` wrote, if these weights are one."""
-    config = Path(weights or "") / CONFIG
+    config = saved_folder(Path(weights or "")) / CONFIG
     if weights is None or not config.is_file():
         return None
     try:
