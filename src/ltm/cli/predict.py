@@ -5,24 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
-from ltm.cli.models import load_model
+from ltm.cli.models import load_model, refuse_given
 from ltm.cli.progress import Progress
 from ltm.cli.results import check_folder, write_metrics
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ltm.export.information import ModelInformation
     from ltm.export.prediction import ImageModel
 
-    Known = tuple[Callable[[Tensor], Tensor], ModelInformation]
+    Known = tuple[Any, ModelInformation]
 
 
 def predict(
@@ -89,17 +87,19 @@ def predict(
     from ltm.export.sources import image_paths
     from ltm.export.writing import open_writer
 
-    predictor = _detector(run, threshold)
+    options = {
+        "pretrained": pretrained,
+        "weights": weights,
+        "num_classes": num_classes,
+        "image_size": image_size,
+        "model_args": model_args,
+    }
+    others = {"onnx": onnx, "model": model, "class_names": class_names, "crop_ratio": crop_ratio}
+    predictor = _detector(run, threshold, others | options)
     if predictor is None:
-        options = {
-            "pretrained": pretrained,
-            "weights": weights,
-            "num_classes": num_classes,
-            "image_size": image_size,
-            "model_args": model_args,
-        }
-        scores, known = _onnx(onnx, run, model) or _network(run, model, options)
-        predictor = Classifier(scores, _adjusted(known, class_names, crop_ratio), top)
+        scores, known = _onnx(onnx, run, model, options) or _network(run, model, options)
+        known = _adjusted(known, scores.num_classes, class_names, crop_ratio)
+        predictor = Classifier(scores, known, top)
     number = unreadable = 0
     loop = Progress("images")
     with _opened(output, form) as sink:
@@ -109,14 +109,16 @@ def predict(
             write(prediction)
             number += 1
             unreadable += prediction.error is not None
+    if not number:
+        print("there are no images among the inputs", file=sys.stderr)
     if unreadable:
         print(f"{unreadable} of {number} images could not be read", file=sys.stderr)
     counts = {"images": number, "unreadable": unreadable, "interrupted": loop.interrupted}
     write_metrics(output, counts)
 
 
-def _detector(run: Path | None, threshold: float) -> ImageModel | None:
-    """A saved detector, if the folder holds one."""
+def _detector(run: Path | None, threshold: float, others: dict[str, Any]) -> ImageModel | None:
+    """A saved detector, if the folder holds one; it takes no other options."""
     from ltm.api.deployment import saved_folder
 
     config = None if run is None else saved_folder(run) / "config.json"
@@ -131,10 +133,13 @@ def _detector(run: Path | None, threshold: float) -> ImageModel | None:
     from ltm.export.prediction import Detector
     from ltm.tasks.saving import load_detector
 
+    refuse_given(others, "a saved detector")
     return Detector(load_detector(config.parent), threshold)
 
 
-def _onnx(path: Path | None, run: Path | None, model: str | None) -> Known | None:
+def _onnx(
+    path: Path | None, run: Path | None, model: str | None, options: dict[str, Any]
+) -> Known | None:
     """What gives scores, and what is known about it: an ONNX file, if there is one."""
     if path is None:
         return None
@@ -142,6 +147,7 @@ def _onnx(path: Path | None, run: Path | None, model: str | None) -> Known | Non
 
     if run is not None or model is not None:
         raise ValueError("onnx: give one of --onnx, --run and --model")
+    refuse_given(options, "an ONNX file")
     if path.suffix.lower() == ".pt2":
         raise ValueError(
             f"onnx is {path}: a torch.export program is read by unpickling, which can run "
@@ -155,19 +161,20 @@ def _network(run: Path | None, model: str | None, options: dict[str, Any]) -> Kn
     """The same of a network."""
     from ltm.export.information import describe, saved_class_names
 
-    scores = load_model(model, run=run, **options)
+    scores: Any = load_model(model, run=run, **options)
     if not getattr(scores, "num_classes", 0):
         raise ValueError("model: it has no classes to predict; take one with a head")
     return scores, describe(scores, class_names=None if run is None else saved_class_names(run))
 
 
 def _adjusted(
-    known: ModelInformation, names: Path | None, crop_ratio: float | None
+    known: ModelInformation, num_classes: int, names: Path | None, crop_ratio: float | None
 ) -> ModelInformation:
-    from ltm.export.information import read_class_names
+    from ltm.export.information import check_class_names, read_class_names
 
     if names is not None:
         known = dataclasses.replace(known, class_names=read_class_names(names))
+        check_class_names(known.class_names, num_classes)
     if crop_ratio is not None:
         spec = dataclasses.replace(known.spec, crop_ratio=crop_ratio)
         known = dataclasses.replace(known, spec=spec)

@@ -121,5 +121,7 @@ def own_network(
     if class_names is not None:
         names = read_class_names(class_names)
     known = describe(network, class_names=names)
-    spec = dataclasses.replace(known.spec, crop_ratio=crop_ratio or known.spec.crop_ratio)
+    spec = known.spec
+    if crop_ratio is not None:
+        spec = dataclasses.replace(spec, crop_ratio=crop_ratio)
     return as_network(model or str(run), network, spec, known.class_names)

@@ -37,6 +37,11 @@ class ImageSpec:
     mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
     std: tuple[float, ...] = IMAGENET_DEFAULT_STD
 
+    def __post_init__(self) -> None:
+        """Refuse a crop that there is not."""
+        if not 0.0 < self.crop_ratio <= 1.0:
+            raise ValueError(f"crop_ratio is {self.crop_ratio}, but must be above 0 and at most 1")
+
 
 def image_spec(config: DataConfig | None = None, model: nn.Module | None = None) -> ImageSpec:
     """Say what images a timm model expects; what the config states goes first.

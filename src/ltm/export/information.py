@@ -84,8 +84,7 @@ def describe(
     known: Any = getattr(model, "pretrained_cfg", None) or {}
     number = int(getattr(model, "num_classes", 0) or 0)
     names = tuple(class_names) if class_names is not None else _known_names(known, number)
-    if names is not None and len(names) != number:
-        raise ValueError(f"class_names: got {len(names)} for a model of {number} classes.")
+    check_class_names(names, number)
     if spec is None:
         spec = dataclasses.replace(image_spec(_AS_MADE, model), size=image_size_of(model))
     return ModelInformation(
@@ -94,6 +93,12 @@ def describe(
         class_names=names,
         token_merging=_merging(model) if is_merging(model) else None,
     )
+
+
+def check_class_names(names: Sequence[str] | None, number: int) -> None:
+    """Refuse names that are not as many as the classes."""
+    if names is not None and len(names) != number:
+        raise ValueError(f"class_names: got {len(names)} for a model of {number} classes.")
 
 
 def read_class_names(path: Path) -> tuple[str, ...]:

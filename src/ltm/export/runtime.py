@@ -30,6 +30,7 @@ class OnnxModel:
             raise ValueError(f"{path} is no ONNX model that can be run: {_line(error)}") from error
         self.path = path
         self._input = self.session.get_inputs()[0].name
+        self.num_classes = int(self.session.get_outputs()[0].shape[-1])
 
     @property
     def information(self) -> ModelInformation:

@@ -1,0 +1,76 @@
+"""`ltm predict`: what is refused, and what is said about inputs without images."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import ltm
+from ltm.cli import main
+from ltm.tasks.detection import SSDLiteConfig
+from ltm.tasks.saving import save_detector
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved network, a training run of a detector, an image and an empty folder."""
+    folder = tmp_path_factory.mktemp("predict")
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=3).eval()
+    ltm.merge_tokens_(model, ltm.ToMe(counts=(60,), sites=(0,)))
+    ltm.save(model, folder / "run")
+    config = SSDLiteConfig(backbone="mobilevit_xxs", num_classes=1, image_size=(64, 64))
+    kinds = {"class_names": ["cat"], "category_ids": [1]}
+    save_detector(config.build(), config, folder / "detector" / "model", **kinds)
+    Image.new("RGB", (40, 40), (200, 30, 30)).save(folder / "red.png")
+    (folder / "empty").mkdir()
+    (folder / "two.txt").write_text("cat\ndog\n")
+    (folder / "three.txt").write_text("cat\ndog\neel\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--run run --class-names two.txt", "class_names: got 2 for a model of 3 classes"),
+        ("--run run --crop-ratio 0", "crop_ratio is 0.0, but must be above 0 and at most 1"),
+        ("--run run --crop-ratio 5", "crop_ratio is 5.0, but must be above 0 and at most 1"),
+        ("--run run --onnx no.onnx", "give one of --onnx, --run and --model"),
+        ("--onnx no.onnx --image-size 96", "--image-size: an ONNX file has its own"),
+        ("--run detector --model test_vit", "--model: a saved detector has its own"),
+        ("--run detector --onnx no.onnx", "--onnx: a saved detector has its own"),
+        ("--run detector --class-names two.txt", "--class-names: a saved detector has its own"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_2(
+    options: str,
+    sentence: str,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(place)
+    assert main(["predict", "red.png", *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_classes_have_the_names_given(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["--class-names", str(place / "three.txt"), "--run", str(place / "run")]
+    assert main(["predict", str(place / "red.png"), *names]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert sorted(line["classes"]) == ["cat", "dog", "eel"]
+
+
+def test_a_detector_is_found_in_its_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(place / "red.png"), "--run", str(place / "detector")]) == 0
+    assert "boxes" in json.loads(capsys.readouterr().out)
+
+
+def test_no_images_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(place / "empty"), "--run", str(place / "run")]) == 0
+    assert capsys.readouterr().err == "there are no images among the inputs\n"
