@@ -201,7 +201,10 @@ def test_a_size_that_one_of_several_models_cannot_run_on_is_a_row(tmp_path: Path
         (["--data", "nowhere", "--scopes", "end-to-end"], "no data at nowhere"),
         (["--weights", "nowhere.pth"], "nowhere.pth: there is no such file"),
         (["--output", "/proc/ltm"], "/proc/ltm cannot be written to"),
-        (["--rounds", "0"], "rounds is 0"),
+        (["--rounds", "0"], "--rounds is 0: it must be at least 1"),
+        (["--warmup", "-3"], "--warmup is -3: it must be at least 0"),
+        (["--batch-sizes"], "batch_sizes: there is none; give at least one"),
+        (["--models"], "models: there is none; give at least one"),
     ],
 )
 def test_bad_input_is_one_sentence_and_2(

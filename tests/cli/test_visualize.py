@@ -89,6 +89,8 @@ BAD = {
     "far target": (["{place}/images/0.png"], ["--targets", "9,9"], "outside the image"),
     "wrong number": (["{place}/images"], ["--targets", "1,1", "2,2"], "give one or all"),
     "wrong site": (["{place}/images"], ["--sites", "7"], "blocks that merge: 1, 2"),
+    "no limit": (["{place}/images"], ["--limit", "0"], "--limit is 0: it must be at least 1"),
+    "two methods": ([], ["--method", "tome"], "a saved run merges already; leave --method out"),
 }
 
 
@@ -104,6 +106,7 @@ def test_bad_input_is_one_sentence_and_2(
     assert error.startswith("ltm visualize: ")
     assert sentence in error
     assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_last_block_of_all_is_drawn_only_where_nothing_else_merges() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ltm.cli.entrants import Images, Paddock, check_methods
 from ltm.cli.hosts import SizeError
+from ltm.cli.images import require_least
 from ltm.cli.models import load_model, split_methods
 from ltm.cli.results import check_folder
 
@@ -88,22 +89,24 @@ def benchmark(
     check_folder(output, overwrite=overwrite or resume)
     wanted_modes = _listed("modes", modes, MODES)
     grid = Grid(
-        batch_sizes=[_positive("batch_sizes", text) for text in split_methods(batch_sizes)],
+        batch_sizes=[_positive("batch_sizes", text) for text in _some("batch_sizes", batch_sizes)],
         dtypes=_listed("dtypes", dtypes, DTYPES),
-        scopes=list(scopes),
+        scopes=_some("scopes", scopes),
         rounds=rounds,
         warmup=warmup,
         channels_last=channels_last,
     )
+    require_least("rounds", rounds)
+    require_least("warmup", warmup, 0)
     check_methods(split_methods(methods), ratio)
     if "end-to-end" in scopes and data is None:
         raise ValueError("scope end-to-end needs images: give --data")
+    names = [str(run)] if run is not None else _some("models", models)
     where = local_device(device)
     results = Results(output, where, keep=resume, settings={"modes": wanted_modes, "ratio": ratio})
     began = time.monotonic()
     images = None if data is None else Images(data, split, workers)
     try:
-        names = [str(run)] if run is not None else split_methods(models)
         for name in names:
             try:
                 base = load_model(
@@ -264,10 +267,17 @@ def _line(row: "Timing") -> str:
 
 
 def _listed(name: str, texts: Iterable[str], known: Iterable[str]) -> list[str]:
-    found = split_methods(texts)
+    found = _some(name, texts)
     for text in found:
         if text not in known:
             raise ValueError(f"{name}: {text} is not known; choose from {', '.join(known)}")
+    return found
+
+
+def _some(name: str, texts: Iterable[str]) -> list[str]:
+    found = split_methods(texts)
+    if not found:
+        raise ValueError(f"{name}: there is none; give at least one")
     return found
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def require_least(option: str, number: int | None, least: int = 1) -> None:
-    """Refuse a number of images that is too small, by the name of its option."""
+    """Refuse a number that is too small, by the name of its option."""
     if number is not None and number < least:
         raise ValueError(f"--{option} is {number}: it must be at least {least}")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from ltm.cli.images import require_least
 from ltm.cli.models import load_model, method_config
 from ltm.cli.results import check_folder, write_metrics
 
@@ -29,7 +30,7 @@ def visualize(
     pretrained: bool = False,
     weights: Path | None = None,
     run: Path | None = None,
-    method: str = "ltm",
+    method: str | None = None,
     against: str = "tome",
     ratio: float = 0.7,
     targets: tuple[str, ...] = (),
@@ -59,7 +60,7 @@ def visualize(
         pretrained: take timm's own weights.
         weights: take those of a file in timm's keys, .safetensors or .pth.
         run: a saved network; its own method and schedule are drawn.
-        method: how to merge, such as ltm or ltm:support=learned,weights=uniform.
+        method: how to merge, such as ltm:support=learned,weights=uniform; by default ltm.
         against: another method to draw beside it, at the same ratio; none for none.
         ratio: share of the multiply-adds that may remain.
         targets: patches as row,column, one for all images or one for each; by default telling ones.
@@ -74,6 +75,7 @@ def visualize(
         overwrite: replace another run's results there.
     """
     check_folder(output, overwrite=overwrite)
+    require_least("limit", limit)
 
     from ltm.cli.pictures import generated_pictures, read_pictures, telling_block, trace_models
     from ltm.data.transforms import image_spec
@@ -118,7 +120,9 @@ def visualize(
         print(path)
 
 
-def _entrants(model: nn.Module, method: str, against: str, ratio: float) -> dict[str, nn.Module]:
+def _entrants(
+    model: nn.Module, method: str | None, against: str, ratio: float
+) -> dict[str, nn.Module]:
     """The other method first, as in the paper's figure."""
     import copy
 
@@ -127,10 +131,13 @@ def _entrants(model: nn.Module, method: str, against: str, ratio: float) -> dict
 
     host = copy.deepcopy(model)
     if is_merging(model):
+        if method is not None:
+            raise ValueError("method: a saved run merges already; leave --method out")
         method = conversion_of(model).config.name
         ratio = conversion_of(model).config.ratio or ratio
         unmerge_tokens_(host)
     else:
+        method = method or "ltm"
         merge_tokens_(model, method_config(method, ratio))
     found: dict[str, nn.Module] = {}
     if against not in ("none", method):
