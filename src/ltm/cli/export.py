@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ltm.cli.images import require_least
 from ltm.cli.models import load_model, method_config
 from ltm.cli.progress import Progress
 from ltm.cli.results import check_folder, write_metrics
@@ -77,6 +78,10 @@ def export(
         overwrite: replace another run's results there.
     """
     check_folder(output, overwrite=overwrite)
+    for name, given in (("formats", formats), ("batch_sizes", batch_sizes)):
+        if not given:
+            raise ValueError(f"{name}: there is none; give at least one")
+    require_least("batch-sizes", min(batch_sizes))
     if int8 and data == "shapes" and weights is not None:
         raise ValueError("data: int8 needs images of the network's own kind; give --data")
 
