@@ -279,7 +279,8 @@ def test_result_files_gather_runs(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
     fourth = TimingFile(path, keep=False)
     assert json.loads(path.read_text()) == content  # until there is something to write
-    fourth.add([faster], fourth.start_run(environment, {}))
+    fourth.start_run(environment, {})
+    fourth.add([faster])
     assert len(json.loads(path.read_text())["rows"]) == 1
 
 
