@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import ltm
+from ltm.api.deployment import telling_names
 from ltm.export import parity
 from ltm.export.information import (
     ModelInformation,
     describe,
     read_class_names,
     saved_class_names,
-    telling_names,
 )
 from ltm.export.job import Export
 from ltm.export.onnx import save_onnx

@@ -249,6 +249,8 @@ def test_thresholds_are_set_and_measured_on_images_of_all_classes(
     )
     train(settings, tmp_path / "run", console=quiet)
     assert [channels.bincount().tolist() for channels in seen] == [[2, 2, 2]] * 2
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config["label_names"] == ["blue", "lime", "red"]
 
 
 @pytest.mark.parametrize(

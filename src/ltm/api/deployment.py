@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,11 @@ def _fold_(model: nn.Module) -> None:
     embed_by_product_(model)
 
 
-def save(model: nn.Module, folder: str | Path) -> Path:
+def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | None = None) -> Path:
     """Write a converted model as `model.safetensors` and a readable `config.json`.
 
-    The layout is that of timm on the Hugging Face hub, with one more entry, `token_merging`.
+    The layout is that of timm on the Hugging Face hub, with one more entry, `token_merging`. Names
+    of classes are kept for predictions, unless they are but their numbers.
     """
     done = conversion_of(model)
     _require_whole(model)
@@ -84,11 +85,20 @@ def save(model: nn.Module, folder: str | Path) -> Path:
             "macs_after": done.macs_after,
         },
     }
+    names = telling_names(class_names or ())
+    if names is not None:
+        config["label_names"] = names
     text = json.dumps(config, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(model, folder)
     (folder / CONFIG).write_text(text)
     return folder
+
+
+def telling_names(names: Sequence[str]) -> tuple[str, ...] | None:
+    """The names of classes; None where they are but their numbers: timm may know better ones."""
+    numbered = all(name.isdecimal() and int(name) == at for at, name in enumerate(names))
+    return None if numbered else tuple(names)
 
 
 def _require_whole(model: nn.Module) -> None:

@@ -236,16 +236,13 @@ class Compression:
     def save(self) -> None:
         """Write the model in the layout of timm on the hub, class names included."""
         from ltm.api import save
-        from ltm.export.information import telling_names
 
-        folder = save(self.model, self.options.output)
+        names = self.images.evaluation.class_names
+        folder = save(self.model, self.options.output, class_names=names)
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         # timm does not remember all arguments that a model was made with.
         config["model_args"] = {**self.options.model_args, **config["model_args"]}
-        names = telling_names(self.images.evaluation.class_names)
-        if names is not None:
-            config["label_names"] = list(names)
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def write(self) -> Comparison:

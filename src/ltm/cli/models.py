@@ -217,7 +217,7 @@ def check_classes(model: nn.Module, class_names: Sequence[str], source: str) -> 
 
     Fewer classes than the model's are fine where folders are named by class index (0000, 0001).
     """
-    from ltm.export.information import telling_names
+    from ltm.api.deployment import telling_names
 
     number = num_classes_of(model)
     found = len(class_names)

@@ -127,12 +127,6 @@ def saved_class_names(run: Path) -> tuple[str, ...] | None:
     return None if not names else tuple(str(name) for name in names)
 
 
-def telling_names(names: Sequence[str]) -> tuple[str, ...] | None:
-    """The names of classes; None where they are but their numbers: timm may know better ones."""
-    numbered = all(name.isdecimal() and int(name) == at for at, name in enumerate(names))
-    return None if numbered else tuple(names)
-
-
 def _merging(model: nn.Module) -> dict[str, Any]:
     done = conversion_of(model)
     return {

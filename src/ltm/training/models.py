@@ -1,6 +1,7 @@
 """From settings to a network that can train: made, loaded, given the data's classes, converted."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,14 @@ from timm.models import load_state_dict
 from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
-from ltm.api.deployment import CONFIG, WEIGHTS, remember_arguments, saved_folder, write_weights
+from ltm.api.deployment import (
+    CONFIG,
+    WEIGHTS,
+    remember_arguments,
+    saved_folder,
+    telling_names,
+    write_weights,
+)
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.methods import MethodConfig, config_from_dict
 from ltm.training.config import MergeSettings, ModelSettings, Settings
@@ -221,7 +229,7 @@ def _host_of(folder: Path, settings: Settings) -> nn.Module | None:
     return make_timm_model(untouched, saved["num_classes"])
 
 
-def save_plain(model: nn.Module, folder: Path) -> None:
+def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | None = None) -> None:
     """Write an unconverted model the way timm does, so that it can be loaded as `weights`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(model, folder)
@@ -230,6 +238,9 @@ def save_plain(model: nn.Module, folder: Path) -> None:
         "architecture": known.get("architecture", type(model).__name__),
         "num_classes": int(getattr(model, "num_classes", 0)),
     }
+    names = telling_names(class_names or ())
+    if names is not None:
+        config["label_names"] = names
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -262,7 +262,8 @@ def _finish(
         metrics |= _meet_budget(trainer, splits, model)
     with first_alone(fabric) as first:
         if first:
-            (save if is_merging(model) else save_plain)(model, output / "model")
+            keep = save if is_merging(model) else save_plain
+            keep(model, output / "model", class_names=splits.train.class_names)
             write_json(output / "metrics.json", metrics)
             log.close()
     log.console.print(
