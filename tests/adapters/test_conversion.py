@@ -196,6 +196,7 @@ LEARNERS = [
     {"support": "learned"},
     {"support": "learned", "space": "token"},
     {"support": "learned", "scope": "batch"},
+    {"support": "learned", "scope": "batch", "space": "token"},
     {"support": "learned", "mask_form": "letter"},
     {"labels": "true"},
     {"support": "learned", "step": "raw"},
@@ -233,6 +234,21 @@ def test_gradients_reach_every_mask_parameter_and_nothing_frozen_moves(settings,
     gains = [n for n in learnable if n.endswith("gain") or "logits" in n]
     moved = [n for n in gains if not torch.equal(dict(model.named_parameters())[n], before[n])]
     assert moved
+
+
+@pytest.mark.parametrize("space", ["pooled", "token"])
+@torch.no_grad()
+def test_the_mask_of_a_batch_is_a_running_mean_in_evaluation(space):
+    model, images = toy("vit"), pictures("vit", batch=4)
+    settings = {"support": "learned", "scope": "batch", "space": space, "gain": 1.0}
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, sites=(2,), **settings))
+    collect_statistics_(model, [(images, torch.arange(4))])
+    before = model(images)
+    for mode in [True] * 20 + [False]:
+        after = model.train(mode)(images)
+    assert (before - after).abs().max() > 1e-3
+    torch.testing.assert_close(model(images[:1]), after[:1])
+    torch.testing.assert_close(ltm.freeze_(model)(images), after, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("space", ["pooled", "token"])

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import ltm
+from ltm.api import merging_off
 from ltm.api.deployment import remember_arguments
 from ltm.api.fingerprint import fingerprint
 from ltm.methods import methods
@@ -43,6 +44,12 @@ def test_freezing_changes_no_output(name, config):
         ltm.freeze_(model)
         torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-4)
     assert not any(p.requires_grad for n, p in model.named_parameters() if "merger" in n)
+
+
+def test_nothing_is_frozen_while_merging_is_off():
+    model, _ = prepared("vit", STATIC)
+    with merging_off(model), pytest.raises(ValueError, match=r"merging is off \(merging_off\)"):
+        ltm.freeze_(model)
 
 
 @pytest.mark.parametrize("name", TOYS)

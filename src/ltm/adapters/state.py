@@ -1,9 +1,9 @@
 """The state that travels with the tokens of one forward pass.
 
 `timm` runs its blocks one after the other with nothing but the tokens between them, so what a
-merge leaves behind (sizes, the carry, the merges so far) waits in a slot: block 0 starts fresh,
-block i reads slot i and writes slot i + 1. There is no hook and no reset, so stopping early,
-copying and exporting need no care.
+merge leaves behind (sizes, the carry, the merges so far) waits in a slot: the network opens a
+forward, block i reads slot i and writes slot i + 1. There is no hook, so stopping early, copying
+and exporting need no care.
 
 Tensors that somebody may come back with, after other forwards, are known by themselves: the input
 of a block, with which gradient checkpointing runs it again, and features that a head is given.

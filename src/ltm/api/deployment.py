@@ -38,6 +38,8 @@ def freeze_(model: nn.Module) -> nn.Module:
     above the budget.
     """
     done = conversion_of(model)
+    if not done.state.merging:
+        raise ValueError("model: merging is off (merging_off); freeze_ it outside.")
     if not done.frozen:
         _fold_(model)
         macs_after = macs_of(model, done.image_size)

@@ -58,7 +58,8 @@ class LearnedMerger(LTMMerger):
         self.noise = 1.0
         """Scale of the noise on the logits in training; a training loop anneals it."""
         if config.scope == "batch":
-            self.register_buffer("running_logits", torch.zeros(site.num_in))
+            targets = (site.num_out,) if config.space == "token" else ()
+            self.register_buffer("running_logits", torch.zeros(site.num_in, *targets))
         self.frozen = False
         self.chosen = False
         """Supports are constants, and the weights alone depend on the image."""
@@ -107,7 +108,14 @@ class LearnedMerger(LTMMerger):
     def require_planned(
         self, num_in: int, grid_in: Grid | None, patches: Grid | None = None
     ) -> None:
-        if not self.frozen or self._is_planned(num_in, grid_in, patches):
+        if self._is_planned(num_in, grid_in, patches):
+            return
+        if self.config.space == "token" and self.active:
+            raise ValueError(
+                f"space: got 'token', whose class centroids at block {self.site.block} belong to "
+                f"{self.site.num_in} tokens, and {num_in} came in; convert for images of this size."
+            )
+        if not self.frozen:
             return
         site, kind = self.site, "tokens"
         pairs = (site.grid_in, site.num_in), (grid_in, num_in)
@@ -149,9 +157,13 @@ class LearnedMerger(LTMMerger):
         logits = step(tokens[:, k:], size, self.true_labels(hints), hints.carry)
         if logits is None or self.config.scope == "sample":
             return logits
+        return self._shared(logits)
+
+    def _shared(self, logits: Tensor) -> Tensor:
+        """The mean state of a batch, which evaluation knows by its running mean."""
         logits = logits.mean(dim=0, keepdim=True)
         with torch.no_grad():
-            if logits.shape[1] == len(self.running_logits):
+            if logits.shape[1:] == self.running_logits.shape:
                 self.running_logits.lerp_(logits[0].float(), 0.1)
         return logits
 
@@ -177,7 +189,9 @@ class LearnedMerger(LTMMerger):
         state = tokens.new_zeros(1, *support.shape, dtype=torch.float32)
         if hints.carry is not None:
             state = hints.carry[:, :, anchors(hints.carry.shape[2], hints.num_out)]
-        if step.active:
+        if step.active and config.scope == "batch" and not self.training:
+            state = self.running_logits[None]
+        elif step.active:
             patches = tokens[:, k:] if step.mlp is None else tokens[:, k:] + step.mlp(tokens[:, k:])
             before = softmax(support, size, state)
             merged = before.to(patches.dtype).mT @ patches
@@ -187,6 +201,7 @@ class LearnedMerger(LTMMerger):
                 spread = change.flatten(1).std(dim=1, correction=0)[:, None, None]
                 change = step.gain * change / (spread + 1e-6)
             state = (state - config.eta * change).clamp(-8, 8)
+            state = state if config.scope == "sample" else self._shared(state)
         mask = softmax(support, size, state)
         merge = DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
         return Decision(merge=merge, carry=mask.mT @ state.expand_as(mask))
@@ -194,7 +209,7 @@ class LearnedMerger(LTMMerger):
     def fold_(self, decision: Decision, hints: Hints) -> None:
         """Keep a decision that is the same for every image as constants."""
         merge = decision.merge
-        if self.informative is not None and self.informative.active and self._per_image():
+        if self.active and self.config.scope == "sample":
             self.choose_()
             return
         size = next(self.parameters()).new_ones(1, merge.num_in + merge.num_prefix)
@@ -237,9 +252,6 @@ class LearnedMerger(LTMMerger):
         """The merge with the sizes that it leaves, where they are known beforehand."""
         planned = self._is_planned(merge.num_in, hints.grid_in, hints.patches)
         return dataclasses.replace(merge, size_out=self.chosen_size_out) if planned else merge
-
-    def _per_image(self) -> bool:
-        return self.config.scope == "sample" or self.config.space == "token"
 
     def _folded(self) -> Merge:
         k = self.site.num_prefix
