@@ -16,7 +16,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT = 60_000
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # asked for before a server is started
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
