@@ -44,8 +44,10 @@ def fixed_seed() -> None:
 def unchecked_shapes() -> Iterator[None]:
     """Switch the shape assertions off, as they are for users: our own checks must do.
 
-    Also for compiling and exporting, which need not trace the assertions.
+    Also for compiling and exporting, which need not trace the assertions, nor remember what tests
+    before have compiled.
     """
+    torch.compiler.reset()
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
     jaxtyping_config.update("jaxtyping_disable", False)
