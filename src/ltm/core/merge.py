@@ -280,16 +280,6 @@ class StaticMerge(Merge):
         matrix = self.matrix.to(x.dtype)
         return operators.mix(matrix, x) if fused.takes_mix(x, matrix) else matrix @ x
 
-    def apply(
-        self,
-        x: Float[Tensor, "b kn c"],
-        size: Float[Tensor, "_ kn"] | None,
-        values: Float[Tensor, "_ n"] | None = None,
-    ) -> Merged:
-        # Sizes before do not matter: no ones have to be made of them.
-        means = None if values is None else self.hand_on(values)
-        return Merged(self(x), self.size_out[None], means)
-
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return self.back.to(y.dtype) @ y
 

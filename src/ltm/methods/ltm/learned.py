@@ -18,13 +18,12 @@ from ltm.core.merge import (
     GridMerge,
     Merge,
     StaticMerge,
-    kronecker,
-    row_normalise,
 )
 from ltm.core.schedule import Grid
 from ltm.core.support import anchors
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 from ltm.methods.ltm.axis import Axis
+from ltm.methods.ltm.masks import dense, fold_grid, resample, shares, softmax_of, softmax_on
 from ltm.methods.ltm.step import LTMMerger
 
 if TYPE_CHECKING:
@@ -79,10 +78,10 @@ class LearnedMerger(LTMMerger):
             return Decision(merge=self._folded())
         supports = self._supports(tokens.shape[1] - self.site.num_prefix, hints)
         if self.config.space == "token" and self.informative is not None:
-            return self._token_space(tokens, hints, _dense(supports))
+            return self._token_space(tokens, hints, dense(supports))
         logits, weight = self._weigh(tokens, hints)
         if self.config.mask_form == "letter" and logits is not None:
-            merge = self._letter(tokens, hints, _dense(supports), logits)
+            merge = self._letter(tokens, hints, dense(supports), logits)
         else:
             merge = self._masked(supports, weight)
             if self.chosen and hints.size is None and isinstance(merge, GridMerge):
@@ -150,9 +149,7 @@ class LearnedMerger(LTMMerger):
         if step is None:
             return hints.carry
         if self.config.scope == "batch" and not self.training:
-            return (
-                _resample(self.running_logits, tokens.shape[1] - k)[None] if step.active else None
-            )
+            return resample(self.running_logits, tokens.shape[1] - k)[None] if step.active else None
         size = token_size(tokens, hints)[:, k:]
         logits = step(tokens[:, k:], size, self.true_labels(hints), hints.carry)
         if logits is None or self.config.scope == "sample":
@@ -177,15 +174,15 @@ class LearnedMerger(LTMMerger):
     def _letter(self, tokens: Tensor, hints: Hints, support: Tensor, logits: Tensor) -> Merge:
         """Softmax of the product `G~ o M`: tokens outside the support weigh as those at s = 0."""
         k = self.site.num_prefix
-        mask = _softmax_of(support, token_size(tokens, hints)[:, k:], logits[..., None])
-        return DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
+        mask = softmax_of(support, token_size(tokens, hints)[:, k:], logits[..., None])
+        return DenseMerge(mask=mask, share=shares(support), num_prefix=k)
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
         """The paper's letter: the gradient of the whole mask, `Z V^T`, one row per token."""
         step, k, config = self.informative, self.site.num_prefix, self.config
         assert step is not None
         size = token_size(tokens, hints)[:, k:]
-        softmax = _softmax_of if config.mask_form == "letter" else _softmax_on
+        softmax = softmax_of if config.mask_form == "letter" else softmax_on
         state = tokens.new_zeros(1, *support.shape, dtype=torch.float32)
         if hints.carry is not None:
             state = hints.carry[:, :, anchors(hints.carry.shape[2], hints.num_out)]
@@ -203,7 +200,7 @@ class LearnedMerger(LTMMerger):
             state = (state - config.eta * change).clamp(-8, 8)
             state = state if config.scope == "sample" else self._shared(state)
         mask = softmax(support, size, state)
-        merge = DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
+        merge = DenseMerge(mask=mask, share=shares(support), num_prefix=k)
         return Decision(merge=merge, carry=mask.mT @ state.expand_as(mask))
 
     def fold_(self, decision: Decision, hints: Hints) -> None:
@@ -215,7 +212,7 @@ class LearnedMerger(LTMMerger):
         size = next(self.parameters()).new_ones(1, merge.num_in + merge.num_prefix)
         size = size if hints.size is None else hints.size[:1]
         if isinstance(merge, GridMerge):
-            constants = {**_fold_grid(merge), "size_out": merge.sizes(size)}
+            constants = {**fold_grid(merge), "size_out": merge.sizes(size)}
         else:
             static = StaticMerge.fold(merge, size)
             constants = {n: getattr(static, n) for n in ("matrix", "back", "size_out")}
@@ -284,47 +281,6 @@ def _choose_again(merger: LearnedMerger, _keys: object) -> None:
     """Supports follow the logits that were loaded."""
     if merger.chosen:
         merger.choose_()
-
-
-def _fold_grid(merge: GridMerge) -> dict[str, Tensor]:
-    """Two normalised factors; a weight that is a product over the sides goes into them."""
-    h, w = merge.grid_in
-    table = merge.rows.new_ones(h, w) if merge.weight is None else merge.weight[0].reshape(h, w)
-    row_weight, column_weight = table.sum(1), table.sum(0)
-    outer = row_weight[:, None] * column_weight / table.sum()
-    if not torch.allclose(outer, table, rtol=1e-4, atol=1e-5):
-        return {"rows": merge.rows, "columns": merge.columns, "weight": table.reshape(1, -1)}
-    factors = (merge.rows * row_weight[:, None], merge.columns * column_weight[:, None])
-    rows, columns = (factor / factor.sum(0, keepdim=True) for factor in factors)
-    return {"rows": rows, "columns": columns}
-
-
-def _dense(supports: tuple[Tensor, ...]) -> Float[Tensor, "n p"]:
-    if len(supports) == 1:
-        return supports[0]
-    return kronecker(supports[0], supports[1])
-
-
-def _shares(support: Float[Tensor, "n p"]) -> Float[Tensor, "1 n p"]:
-    return row_normalise(support)[None]
-
-
-def _softmax_on(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "b n p"]:
-    """`m M exp(G~)`, its columns normalised."""
-    mask = support * size[..., None] * state.exp()
-    return mask / mask.sum(dim=1, keepdim=True).clamp_min(1e-6)
-
-
-def _softmax_of(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "b n p"]:
-    """`m exp(G~ o M)`, its columns normalised."""
-    mask = size[..., None] * torch.exp(state * support)
-    return mask / mask.sum(dim=1, keepdim=True)
-
-
-def _resample(values: Float[Tensor, "n"], length: int) -> Float[Tensor, "n2"]:
-    if len(values) == length:
-        return values
-    return torch.nn.functional.interpolate(values[None, None], length, mode="linear")[0, 0]
 
 
 def _check_token_space(site: Site) -> None:
