@@ -14,8 +14,11 @@ from jaxtyping import config as jaxtyping_config, install_import_hook
 
 from toys import TOYS
 
-# Before anything of ours is imported: from here on, annotated shapes are assertions.
-install_import_hook(["ltm.core", "ltm.methods", "ltm.adapters"], "shapecheck.check")
+# Before anything of ours is imported: from here on, annotated shapes are assertions. Not in the
+# kernels, whose source Triton compiles itself.
+CORE = Path(__file__).resolve().parents[1] / "src" / "ltm" / "core"
+CHECKED = [f"ltm.core.{path.stem}" for path in CORE.glob("*.py")]
+install_import_hook([*CHECKED, "ltm.methods", "ltm.adapters"], "shapecheck.check")
 
 torch.set_num_threads(1)
 

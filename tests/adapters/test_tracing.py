@@ -94,6 +94,7 @@ def products_at_a_site(name, config):
         "detach",
         "alias",
         "unsqueeze",
+        "slice",
     }
     large = [(op, n) for op, n in sizes.seen if n >= small and op not in PRODUCTS | views]
     return products, large

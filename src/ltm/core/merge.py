@@ -21,6 +21,9 @@ from torch import Tensor
 
 from ltm.core import fused, operators
 
+TILE = 16
+"""GPUs read rows at once whose length is a multiple of this."""
+
 
 class Merged(NamedTuple):
     """What comes out of a merge."""
@@ -252,7 +255,8 @@ def _separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 class StaticMerge(Merge):
     """A merge folded into one constant matrix, prefix included: one product, nothing else."""
 
-    matrix: Float[Tensor, "kp kn"]
+    matrix: Float[Tensor, "kp wide"]
+    """One column per token, and columns of zeros up to a multiple of `TILE`."""
     back: Float[Tensor, "kn kp"]
     size_out: Float[Tensor, "kp"]
 
@@ -261,8 +265,9 @@ class StaticMerge(Merge):
         """The constants of a merge that is the same for every image."""
         mask = merge.weights()[0]
         k = merge.num_prefix
+        matrix = _with_prefix(mask.mT, k)
         return StaticMerge(
-            matrix=_with_prefix(mask.mT, k),
+            matrix=torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % TILE)),
             back=_with_prefix(row_normalise(mask), k),
             size_out=merge.sizes(size)[0],
             num_prefix=k,
@@ -270,21 +275,24 @@ class StaticMerge(Merge):
 
     @property
     def num_in(self) -> int:
-        return self.matrix.shape[1] - self.num_prefix
+        return self.back.shape[0] - self.num_prefix
 
     @property
     def num_out(self) -> int:
-        return self.matrix.shape[0] - self.num_prefix
+        return self.back.shape[1] - self.num_prefix
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         matrix = self.matrix.to(x.dtype)
-        return operators.mix(matrix, x) if fused.takes_mix(x, matrix) else matrix @ x
+        if fused.takes_mix(x, matrix):
+            return operators.mix(matrix, x)
+        return matrix[:, : x.shape[1]] @ x
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return self.back.to(y.dtype) @ y
 
     def weights(self) -> Float[Tensor, "b n p"]:
-        return self.matrix[self.num_prefix :, self.num_prefix :].mT[None]
+        k = self.num_prefix
+        return self.matrix[k:, k : k + self.num_in].mT[None]
 
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         return self.size_out[None]

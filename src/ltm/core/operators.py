@@ -138,7 +138,7 @@ def merge_groups(
 
 @_operator
 def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
-    """The same product for every image, `p t` times `b t c`."""
+    """The same product for every image, `p t` times `b t c`; further columns meet no token."""
     return tokens.new_empty(tokens.shape[0], matrix.shape[0], tokens.shape[2])
 
 
@@ -203,7 +203,7 @@ def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.ltm.mix)
 def _(matrix: list[int], tokens: list[int], **_: Any) -> int:
-    (p, t), (b, _t, c) = matrix, tokens
+    (p, _wide), (b, t, c) = matrix, tokens
     return 2 * b * p * t * c
 
 

@@ -7,14 +7,12 @@ Letters: b images, t tokens, h heads, d channels of a head.
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
+from ltm.core.kernels.launch import FEW_IMAGES, fitting, has_room, parts_of, sizes_of
 
 LOG2_E = 1.4426950408889634
 MOST_AT_ONCE = 256
@@ -175,7 +173,7 @@ def attention(
     size_, stride = sizes_of(size, size)
     arguments = (qkv.contiguous(), size_, out, t, num_heads, d, stride, scale * LOG2_E, power)
     channels, few = fitting(d, 16), b < FEW_IMAGES
-    if qkv.element_size() == 2 and t <= MOST_AT_ONCE and _has_room(qkv.device):
+    if qkv.element_size() == 2 and t <= MOST_AT_ONCE and has_room(qkv.device, ROOM):
         keys, more = _tiles(t)
         repeats = 1 if few else parts_of(t, 64)
         _short_attention_kernel[(parts_of(t, 64 * repeats) * b * num_heads,)](
@@ -188,13 +186,6 @@ def attention(
         *arguments, ROWS=rows, COLUMNS=columns, WIDTH=channels, num_warps=4, num_stages=stages
     )
     return out
-
-
-@cache
-def _has_room(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOM
 
 
 def _tiles(t: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,3 +53,12 @@ def branch(x: Tensor) -> Generator[Callable[[], None]]:
 @cache
 def _second_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+@cache
+def has_room(device: torch.device, size: int) -> bool:
+    """Whether a program may take this many bytes of shared memory."""
+    if device.type != "cuda":
+        return True  # Triton's interpreter
+    found = torch.cuda.get_device_properties(device)  # pyright: ignore
+    return cast("int", found.shared_memory_per_block_optin) >= size  # pyright: ignore

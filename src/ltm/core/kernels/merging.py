@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import fitting, parts_of, sizes_of
+from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
 
 @triton.jit
@@ -47,11 +47,17 @@ def _merge_kernel(
         value = (share * value + tl.sum(tl.where(comes, brings * theirs, 0.0), axis=0)) / total
         tl.store(means + image * (p - k) + place - k, value, mask=place >= k)
     start = tokens + image.to(tl.int64) * t * c + channels
-    x = tl.load(start + own * c, mask=channels < c, other=0.0).to(tl.float32)
+    out = merged + (image.to(tl.int64) * p + place) * c + channels
+    x = tl.load(start + own * c, mask=channels < c, other=0.0)
+    number = tl.sum(comes.to(tl.int32), axis=0)
+    if number == 0:  # as most tokens of most merges: they only move
+        tl.store(out, tl.where(share > 0, x, 0.0).to(x.dtype), mask=channels < c)
+        return
+    x = x.to(tl.float32)
     largest = tl.where(share > 0, tl.sum(x * x, axis=0), 0.0)
     mean = x * (share / total)
     last = -1
-    for _ in range(tl.sum(comes.to(tl.int32), axis=0)):
+    for _ in range(number):
         last = tl.min(tl.where(comes & (turns > last), turns, LEAVING), axis=0)
         token = tl.sum(tl.where(turns == last, who, 0), axis=0)
         part = tl.sum(tl.where(turns == last, brings, 0.0), axis=0) / total
@@ -61,13 +67,12 @@ def _merge_kernel(
     if KEEP_NORM:
         length = tl.sqrt(tl.sum(mean * mean, axis=0))
         mean = mean * (tl.sqrt(largest) / tl.maximum(length, 1e-12))
-    out = merged + (image.to(tl.int64) * p + place) * c + channels
     tl.store(out, mean.to(merged.dtype.element_ty), mask=channels < c)
 
 
 @triton.jit
 def _mix_kernel(
-    matrix, tokens, merged, t, p, c,
+    matrix, tokens, merged, t, wide, p, c,
     PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Some channels of some merged tokens: a tile of a matrix that is the same for all images."""
@@ -79,8 +84,8 @@ def _mix_kernel(
     for first in range(0, t, TOKENS):
         some = first + tl.arange(0, TOKENS)
         weight = tl.load(
-            matrix + places[:, None] * t + some[None],
-            mask=valid[:, None] & (some < t)[None], other=0.0,
+            matrix + places[:, None] * wide + some[None],
+            mask=valid[:, None] & (some < wide)[None], other=0.0,
         )  # fmt: skip
         x = tl.load(
             tokens + (image * t + some[:, None]) * c + channels[None],
@@ -125,11 +130,16 @@ def merge_groups(
 
 
 def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
-    """The same product for every image. No side has to suit tensor cores: 197 tokens are usual."""
-    (b, t, c), p = tokens.shape, matrix.shape[0]
+    """The same product for every image. Any number of tokens will do, 197 of them are usual.
+
+    Rows of the matrix are read at once where their length is a multiple of 16: columns beyond the
+    tokens may fill them up.
+    """
+    (b, t, c), (p, wide) = tokens.shape, matrix.shape
     merged = tokens.new_empty(b, p, c)
-    _mix_kernel[b, parts_of(p, 64), parts_of(c, 128)](
-        matrix.contiguous(), tokens.contiguous(), merged, t, p, c,
-        PLACES=64, TOKENS=32, CHANNELS=128, num_warps=4, num_stages=3,
+    some, channels = (64, 64) if b < FEW_IMAGES else (32, 128)
+    _mix_kernel[b, parts_of(p, 64), parts_of(c, channels)](
+        matrix.contiguous(), tokens.contiguous(), merged, t, wide, p, c,
+        PLACES=64, TOKENS=some, CHANNELS=channels, num_warps=4, num_stages=3,
     )  # fmt: skip
     return merged

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ltm.core.clustering import ZERO_LENGTH
 from ltm.core.kernels.gradient import unit_gradient
-from ltm.core.kernels.launch import fitting, parts_of, sizes_of
+from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
 
 @triton.jit
@@ -49,25 +49,22 @@ def _inform_kernel(
     tokens, pooled, slope, size, carry, gain, logits, weight, t, k, c, size_stride, carry_stride,
     eta, zero,
     HAS_SIZE: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The logits of an image's patches, one step down the gradient, and what tokens weigh."""
     image = tl.program_id(0)
     everyone = tl.arange(0, TOKENS)
     inside, patch = everyone < t, (everyone >= k) & (everyone < t)
     start = tokens + image.to(tl.int64) * t * c
-    square, along = 0.0, 0.0
-    for channel in range(0, c, CHANNELS):
-        channels = channel + tl.arange(0, CHANNELS)
-        mean = tl.load(pooled + image * c + channels, mask=channels < c, other=0.0)
-        down = tl.load(slope + image * c + channels, mask=channels < c, other=0.0).to(tl.float32)
-        square += tl.sum(mean * mean, axis=0)
-        along += tl.sum(mean * down, axis=0)
+    width = tl.arange(0, WIDTH)
+    whole = tl.load(pooled + image * c + width, mask=width < c, other=0.0)
+    slopes = tl.load(slope + image * c + width, mask=width < c, other=0.0).to(tl.float32)
+    square, along = tl.sum(whole * whole, axis=0), tl.sum(whole * slopes, axis=0)
     length = tl.sqrt(square)
     # Only what turns the mean patch counts: its length does not.
     along = tl.where(length > zero, along / tl.maximum(square, zero * zero), 0.0)
     scale = tl.where(length > zero, 1 / tl.maximum(length, zero), 0.0)
-    found = tl.zeros((TOKENS,), tl.float32)
+    parts = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for channel in range(0, c, CHANNELS):
         channels = channel + tl.arange(0, CHANNELS)
         known = channels < c
@@ -77,7 +74,8 @@ def _inform_kernel(
         )  # fmt: skip
         mean = tl.load(pooled + image * c + channels, mask=known, other=0.0)
         down = tl.load(slope + image * c + channels, mask=known, other=0.0).to(tl.float32)
-        found -= tl.sum(x.to(tl.float32) * ((down - along * mean) * scale)[None], axis=1)
+        parts -= x.to(tl.float32) * (down - along * mean)[None]
+    found = tl.sum(parts, axis=1) * scale
     if HAS_GAIN:
         number = t - k
         found -= tl.sum(tl.where(patch, found, 0.0), axis=0) / number
@@ -101,9 +99,10 @@ def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     b, t, c = tokens.shape
     pooled = torch.empty(b, c, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, pooled)
-    _pool_kernel[b, parts_of(c, 32)](
+    channels, warps = (32, 4) if b < FEW_IMAGES else (64, 2)
+    _pool_kernel[b, parts_of(c, channels)](
         tokens, size_, pooled, t, num_prefix, c, stride,
-        HAS_SIZE=size is not None, TOKENS=256, CHANNELS=32, num_warps=2,
+        HAS_SIZE=size is not None, TOKENS=256, CHANNELS=channels, num_warps=warps,
     )  # fmt: skip
     return pooled
 
@@ -134,7 +133,7 @@ def inform(
         tokens, pooled, slope, size_, carry_, weight if gain is None else gain, logits, weight,
         t, num_prefix, c, stride, carry_stride, eta, ZERO_LENGTH,
         HAS_SIZE=size is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
-        TOKENS=everyone, CHANNELS=min(128, max(16, everyone // 2), 32768 // everyone),
+        TOKENS=everyone, CHANNELS=min(64, 16384 // everyone), WIDTH=fitting(c),
         num_warps=4 if everyone <= 128 else 8,
     )  # fmt: skip
     return logits, weight
