@@ -1,11 +1,12 @@
 """What the launches of all kernels share."""
 
+# pyright: basic - torch leaves properties of devices without types
+
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -60,5 +61,5 @@ def has_room(device: torch.device, size: int) -> bool:
     """Whether a program may take this many bytes of shared memory."""
     if device.type != "cuda":
         return True  # Triton's interpreter
-    found = torch.cuda.get_device_properties(device)  # pyright: ignore
-    return cast("int", found.shared_memory_per_block_optin) >= size  # pyright: ignore
+    found = torch.cuda.get_device_properties(device)
+    return found.shared_memory_per_block_optin >= size
