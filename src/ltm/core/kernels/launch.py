@@ -1,6 +1,6 @@
 """What the launches of all kernels share."""
 
-# pyright: basic - torch leaves properties of devices without types
+# pyright: basic
 
 from __future__ import annotations
 
