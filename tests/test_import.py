@@ -35,3 +35,10 @@ def test_every_public_name_has_a_home(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'merge_everything'"):
         _ = ltm.merge_everything  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_command_line_needs_no_script() -> None:
+    command = [sys.executable, "-m", "ltm", "benchmark", "--ratio", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "ratio" in done.stderr

@@ -1,0 +1,7 @@
+"""`python -m ltm`: the command line, also where no script `ltm` is on the path."""
+
+import sys
+
+from ltm.cli import main
+
+sys.exit(main())
