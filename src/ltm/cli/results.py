@@ -3,7 +3,6 @@
 import json
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,29 +13,22 @@ def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
     """
     if output is None:
         return
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {output}, a file: a folder is needed")
-    if not overwrite and (output / "metrics.json").exists():
-        raise FileExistsError(
-            f"output {output} holds the results of another run: choose another folder, or use "
-            "--overwrite"
-        )
-    made: list[Path] = []
     try:
-        for folder in (*reversed(output.parents), output):
-            if not folder.is_dir():
-                folder.mkdir()
-                made.append(folder)
-        with tempfile.TemporaryFile(dir=output):
+        # Nothing is made: other processes may be about to make the same folders.
+        nearest = next(folder for folder in (output, *output.parents) if folder.exists())
+        if nearest == output and not output.is_dir():
+            raise ValueError(f"output is {output}, a file: a folder is needed")
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise PermissionError(
             f"output {output} cannot be written to ({error.strerror}): choose another folder"
         ) from error
-    finally:
-        for folder in reversed(made):
-            with suppress(OSError):  # another process may be at work in it
-                folder.rmdir()
+    if not overwrite and (output / "metrics.json").exists():
+        raise FileExistsError(
+            f"output {output} holds the results of another run: choose another folder, or use "
+            "--overwrite"
+        )
 
 
 def write_metrics(output: Path | None, metrics: Mapping[str, object]) -> None:

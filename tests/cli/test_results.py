@@ -1,0 +1,31 @@
+"""Where results may go, said before any work is done."""
+
+from pathlib import Path
+
+import pytest
+
+from ltm.cli.results import check_folder
+
+
+def test_folders_are_looked_at_and_none_is_made(tmp_path: Path) -> None:
+    """Several processes may be about to make the same folder, or to put something into it."""
+    check_folder(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("output", "why"), [("file/below", "Not a directory"), ("n" * 300, "File name too long")]
+)
+def test_what_cannot_be_a_folder_is_refused(tmp_path: Path, output: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match=f"cannot be written to \\({why}\\)"):
+        check_folder(tmp_path / output)
+
+
+def test_a_file_and_another_runs_results_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").touch()
+    with pytest.raises(ValueError, match="a file: a folder is needed"):
+        check_folder(tmp_path / "metrics.json")
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        check_folder(tmp_path, overwrite=False)
+    check_folder(tmp_path, overwrite=True)
