@@ -191,15 +191,16 @@ class Results:
         from ltm.evaluation.latency import BASE, did_not_run, race
 
         training = conditions.scope == "training"
-        ready, rows = [paddock.entrant(BASE, training=training)], []
-        for method in paddock.methods:
-            try:
-                entrant = paddock.entrant(method, training=training)
-            except ValueError as error:
-                rows += did_not_run(method, paddock.ratio, conditions, modes, str(error))
-                continue
-            if not self._held(entrant, conditions, modes):
-                ready.append(entrant)
+        with self.turns.preparing():
+            ready, rows = [paddock.entrant(BASE, training=training)], []
+            for method in paddock.methods:
+                try:
+                    entrant = paddock.entrant(method, training=training)
+                except ValueError as error:
+                    rows += did_not_run(method, paddock.ratio, conditions, modes, str(error))
+                    continue
+                if not self._held(entrant, conditions, modes):
+                    ready.append(entrant)
         rows = [row for row in rows if not self.file.holds(row, self.environment.device)]
         self._announce(conditions)
         if len(ready) > 1:

@@ -193,7 +193,7 @@ def _lanes(
             lane.run = run
         except Exception as error:  # noqa: BLE001
             lane.error = _reason(error)
-            _free(batch.device)
+        _free(batch.device)  # for the next, and for other processes
     return lanes
 
 
