@@ -275,7 +275,7 @@ def test_result_files_gather_runs(tmp_path: Path) -> None:
     assert "1.30x" in table
     assert "a / b" in table
     assert "did not run: too small" in table
-    assert f"- Run 2: {environment.device}" in table
+    assert f"- Runs 1 to 2: {environment.device}" in table
     assert not list(tmp_path.glob("*.partial"))
     fourth = TimingFile(path, keep=False)
     assert json.loads(path.read_text()) == content  # until there is something to write

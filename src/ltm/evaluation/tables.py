@@ -128,7 +128,7 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, A
     lines = [
         _LEGEND,
         "",
-        *(_describe_run(run) for run in runs),
+        *_describe_runs(runs),
     ]
     for (model, size, dtype, scope), members in groups.items():
         lines += ["", f"### {model} at {size}, {dtype}, {scope}", ""]
@@ -138,14 +138,33 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, A
     return "\n".join(lines) + "\n"
 
 
-def _describe_run(run: Mapping[str, Any]) -> str:
-    environment = run["environment"]
+def _describe_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What runs were measured on: a line for all that had the same."""
+    alike: dict[str, list[int]] = {}
+    for run in runs:
+        alike.setdefault(_describe(run["environment"]), []).append(run["run"])
+    return [f"- {_count(numbers)}: {environment}" for environment, numbers in alike.items()]
+
+
+def _describe(environment: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {found}" for name, found in environment["packages"].items())
     cuda = f", CUDA {environment['cuda']}" if environment["cuda"] else ""
     return (
-        f"- Run {run['run']}: {environment['device']}, {environment['cores']} cores "
+        f"{environment['device']}, {environment['cores']} cores "
         f"({environment['threads']} threads), Python {environment['python']}, {packages}{cuda}."
     )
+
+
+def _count(numbers: Sequence[int]) -> str:
+    """Such as `Runs 1 to 3, 7`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    texts = [str(low) if low == high else f"{low} to {high}" for low, high in spans]
+    return f"{'Run' if len(numbers) == 1 else 'Runs'} {', '.join(texts)}"
 
 
 def _cells(row: Mapping[str, Any], members: Sequence[Mapping[str, Any]]) -> list[str]:
