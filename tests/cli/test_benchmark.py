@@ -205,6 +205,8 @@ def test_a_size_that_one_of_several_models_cannot_run_on_is_a_row(tmp_path: Path
         (["--warmup", "-3"], "--warmup is -3: it must be at least 0"),
         (["--batch-sizes"], "batch_sizes: there is none; give at least one"),
         (["--models"], "models: there is none; give at least one"),
+        (["--minutes", "-1"], "--minutes is -1: it must be positive"),
+        (["--run", "nowhere"], "--models: a saved run has its own; leave it out"),
     ],
 )
 def test_bad_input_is_one_sentence_and_2(

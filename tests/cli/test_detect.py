@@ -118,6 +118,10 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         (["detect", "train", "--batch-size", "1"], "batch_size is 1, but must be at least 2"),
         (["detect", "train", "--backbone", "mobilevit_xxl"], "timm has no network"),
         (["detect", "train", "--data", "nowhere"], "no data at nowhere"),
+        (
+            ["detect", "predict", "shapes", "--run", "nowhere", "--threshold", "7"],
+            "--threshold is 7: scores are from 0 to 1",
+        ),
         (["segment", "train", "--no-restore"], "restore is off"),
         (["segment", "train", "--strategy", "fsdp"], "strategy is fsdp"),
         (["detect", "predict", "--run", "nowhere", "shapes"], "there is no config.json"),

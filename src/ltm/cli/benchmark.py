@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ltm.cli.entrants import Images, Paddock, check_methods
 from ltm.cli.hosts import SizeError
 from ltm.cli.images import require_least
-from ltm.cli.models import load_model, split_methods
+from ltm.cli.models import RATIO, load_model, refuse_given, split_methods
 from ltm.cli.results import check_folder
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def benchmark(
     *,
-    models: tuple[str, ...] = ("vit_small_patch16_224",),
-    methods: tuple[str, ...] = ("tome", "ltm"),
-    ratio: float = 0.7,
+    models: tuple[str, ...] | None = None,
+    methods: tuple[str, ...] | None = None,
+    ratio: float | None = None,
     batch_sizes: tuple[str, ...] = ("1", "8", "32"),
     modes: tuple[str, ...] = ("eager",),
     dtypes: tuple[str, ...] = ("fp32",),
@@ -57,10 +57,10 @@ def benchmark(
             --batch-sizes 1,128 --modes eager,cudagraph --dtypes fp16 --output runs/speed
 
     Args:
-        models: timm's names.
-        methods: such as tome, tofu, ltmp, ltm, ltm-static, tome-reference (the published code's
+        models: timm's names, vit_small_patch16_224 unless given.
+        methods: tome and ltm unless given; such as tome, tofu, ltmp, ltm, ltm-static, tome-reference (the published code's
             algorithm), or with settings, ltm:ratio=0.5,sites=3+5+8.
-        ratio: share of the multiply-adds that may remain.
+        ratio: share of the multiply-adds that may remain, 0.7 unless given.
         batch_sizes: images per batch.
         modes: eager, compiled, cudagraph, compiled-cudagraph, onnxruntime.
         dtypes: fp32, fp16, bf16.
@@ -98,7 +98,14 @@ def benchmark(
     )
     require_least("rounds", rounds)
     require_least("warmup", warmup, 0)
+    if run is not None:
+        refuse_given({"models": models, "methods": methods, "ratio": ratio}, "a saved run")
+    models = ("vit_small_patch16_224",) if models is None else models
+    methods = ("tome", "ltm") if methods is None else methods
+    ratio = RATIO if ratio is None else ratio
     check_methods(split_methods(methods), ratio)
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"--minutes is {minutes:g}: it must be positive")
     if "end-to-end" in scopes and data is None:
         raise ValueError("scope end-to-end needs images: give --data")
     names = [str(run)] if run is not None else _some("models", models)

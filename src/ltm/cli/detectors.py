@@ -89,6 +89,7 @@ class Evaluate:
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
         check_folder(self.output)
+        _check_threshold(self.threshold)
         from ltm.data.detection import collate_detection, open_detection
         from ltm.data.detection_transforms import detection_transforms
         from ltm.data.loading import build_loader
@@ -166,6 +167,7 @@ class Predict:
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
         check_folder(self.output)
+        _check_threshold(self.threshold)
         from ltm.evaluation.coco import write_results
 
         if not self.images:
@@ -259,6 +261,11 @@ def _read(images: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
         else:
             named += [(name, pil_to_tensor(image)) for name, image in read_pictures([Path(text)])]
     return named
+
+
+def _check_threshold(threshold: float) -> None:
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"--threshold is {threshold:g}: scores are from 0 to 1")
 
 
 def _draw(

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ltm.cli.entrants import set_ltmp_thresholds_
 from ltm.cli.images import load_batches, open_images, sample_images
-from ltm.cli.models import load_model, method_config, num_classes_of, split_methods
+from ltm.cli.models import (
+    RATIO,
+    load_model,
+    method_config,
+    num_classes_of,
+    refuse_given,
+    split_methods,
+)
 from ltm.cli.progress import Progress
 from ltm.cli.results import check_folder, write_metrics
 
@@ -32,7 +39,7 @@ def evaluate(
     weights: Path | None = None,
     run: Path | None = None,
     methods: tuple[str, ...] = (),
-    ratio: float = 0.7,
+    ratio: float | None = None,
     split: str = "val",
     images: int | None = None,
     statistics: str | None = None,
@@ -65,7 +72,7 @@ def evaluate(
         weights: take those of a file in timm's keys, .safetensors or .pth.
         run: evaluate a saved network instead, against itself without merging.
         methods: methods to convert to, such as tome,ltm or ltm:support=learned,sites=3+5+8.
-        ratio: share of the multiply-adds that may remain.
+        ratio: share of the multiply-adds that may remain, 0.7 unless given.
         split: split of the data, where it has several.
         images: evaluate this many images instead of all.
         statistics: images, as in --data, whose class statistics LTM weighs tokens by; labels are
@@ -135,21 +142,22 @@ def evaluate(
     write_metrics(output, metrics)
 
 
-def entrants(model: nn.Module, methods: tuple[str, ...], ratio: float) -> dict[str, nn.Module]:
+def entrants(
+    model: nn.Module, methods: tuple[str, ...], ratio: float | None
+) -> dict[str, nn.Module]:
     """The untouched network, and what is compared with it."""
     from ltm.api import conversion_of, is_merging, merge_tokens_, unmerge_tokens_
 
     texts = split_methods(methods)
     if is_merging(model):
-        if texts:
-            raise ValueError("methods: a saved run merges already; leave --methods out")
+        refuse_given({"methods": texts, "ratio": ratio}, "a saved run")
         base = copy.deepcopy(model)
         unmerge_tokens_(base)
         return {BASE: base, conversion_of(model).config.name: model}
     found = {BASE: model}
     for text in texts:
         merging = copy.deepcopy(model)
-        merge_tokens_(merging, method_config(text, ratio))
+        merge_tokens_(merging, method_config(text, RATIO if ratio is None else ratio))
         found[text] = merging
     return found
 

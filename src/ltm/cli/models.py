@@ -33,6 +33,9 @@ ALIASES = {
 }
 """Short names for methods with settings."""
 
+RATIO = 0.7
+"""The share of the multiply-adds that remains where commands are not told."""
+
 
 def load_model(
     model: str | None = None,
