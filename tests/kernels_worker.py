@@ -128,6 +128,28 @@ def compare(
     return found
 
 
+def mixed(images, num_tokens, dtype, padding):
+    """The product with a constant matrix, whose last columns meet no token: the difference."""
+    torch.manual_seed(0)
+    matrix = torch.rand(20, num_tokens, device=DEVICE)
+    tokens = torch.randn(images, num_tokens, 40, device=DEVICE)
+    wide = torch.nn.functional.pad(matrix, (0, padding))
+    found = kernels.mix(wide.to(dtype), tokens.to(dtype)).float()
+    expected = matrix.to(dtype).float() @ tokens.to(dtype).float()
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def decided(images, offset, dtype):
+    """How many places are those of the plain path, of tokens that have much in common."""
+    torch.manual_seed(0)
+    tokens = torch.randn(images, 46, 40, device=DEVICE).add(offset).to(dtype)
+    patches = Patches(tokens=tokens[:, 1:].float(), size=None, attention=None)
+    match = match_least_harm(patches, 25, protection=0.0, alternate=False, num_prefix=1)
+    expected = merge_in_order(match, tokens.new_ones(images, 46).float()).assignment
+    found = kernels.assign(tokens, None, None, None, 25, 1, 0.0, 0.0, 1e-4, prune=False)[0]
+    return float((found == expected).float().mean())
+
+
 def repeat():
     """Many images in half precision: whether every call says the same, and how far it is right."""
     torch.manual_seed(0)
@@ -285,6 +307,19 @@ def main():
             "autocast": inform(70, 18, torch.float32, autocast=True),
         },
         "inform half": inform(150, 2, torch.float16),
+        "mixed": [
+            mixed(images, num_tokens, dtype, padding)
+            for images, num_tokens, padding in ((17, 77, 3), (3, 77, 0), (2, 37, 11))
+            for dtype in (torch.float32, torch.float16)
+        ],
+        "decided": [
+            decided(images, offset, dtype)
+            for images, offset, dtype in (
+                (16, 2, torch.float16),
+                (16, 20, torch.float32),
+                (2, 20, torch.float32),
+            )
+        ],
         "grids": [
             grid((8, 8), (6, 6), 40, weighed=False),
             grid((9, 17), (5, 9), 72, weighed=True),

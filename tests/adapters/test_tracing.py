@@ -94,7 +94,6 @@ def products_at_a_site(name, config):
         "detach",
         "alias",
         "unsqueeze",
-        "slice",
     }
     large = [(op, n) for op, n in sizes.seen if n >= small and op not in PRODUCTS | views]
     return products, large

@@ -24,8 +24,10 @@ def test_what_cannot_be_a_folder_is_refused(tmp_path: Path, output: str, why: st
 
 def test_a_file_and_another_runs_results_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").touch()
-    with pytest.raises(ValueError, match="a file: a folder is needed"):
-        check_folder(tmp_path / "metrics.json")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("metrics.json", "link"):
+        with pytest.raises(ValueError, match="a file: a folder is needed"):
+            check_folder(tmp_path / name)
     with pytest.raises(FileExistsError, match="--overwrite"):
         check_folder(tmp_path, overwrite=False)
     check_folder(tmp_path, overwrite=True)

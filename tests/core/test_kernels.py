@@ -67,6 +67,16 @@ def test_informative_steps_agree(found):
     assert max(found["inform half"]) < 0.1  # of logits that are one on average
 
 
+def test_constant_masks_agree(found):
+    for single, half in zip(found["mixed"][::2], found["mixed"][1::2], strict=True):
+        assert single < 1e-6
+        assert half < 1e-3
+
+
+def test_tokens_with_much_in_common_are_decided_alike(found):
+    assert min(found["decided"]) > 0.99
+
+
 def test_grids_agree(found):
     assert max(found["grids"]) < 1e-5
     assert len(found["families"]) == 6

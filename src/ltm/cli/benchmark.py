@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ltm.evaluation.latency import Conditions, Entrant, Timing
 
 
+MODELS = ("vit_small_patch16_224",)
+
+
 def benchmark(
     *,
     models: tuple[str, ...] | None = None,
@@ -58,8 +61,8 @@ def benchmark(
 
     Args:
         models: timm's names, vit_small_patch16_224 unless given.
-        methods: tome and ltm unless given; such as tome, tofu, ltmp, ltm, ltm-static, tome-reference (the published code's
-            algorithm), or with settings, ltm:ratio=0.5,sites=3+5+8.
+        methods: tome and ltm unless given; such as tofu, ltmp, ltm-static, tome-reference (the
+            published code's algorithm), or with settings, ltm:ratio=0.5,sites=3+5+8.
         ratio: share of the multiply-adds that may remain, 0.7 unless given.
         batch_sizes: images per batch.
         modes: eager, compiled, cudagraph, compiled-cudagraph, onnxruntime.
@@ -98,17 +101,10 @@ def benchmark(
     )
     require_least("rounds", rounds)
     require_least("warmup", warmup, 0)
-    if run is not None:
-        refuse_given({"models": models, "methods": methods, "ratio": ratio}, "a saved run")
-    models = ("vit_small_patch16_224",) if models is None else models
-    methods = ("tome", "ltm") if methods is None else methods
-    ratio = RATIO if ratio is None else ratio
-    check_methods(split_methods(methods), ratio)
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"--minutes is {minutes:g}: it must be positive")
+    names, wanted, ratio = _asked_for(run, models, methods, ratio)
+    _check_minutes(minutes)
     if "end-to-end" in scopes and data is None:
         raise ValueError("scope end-to-end needs images: give --data")
-    names = [str(run)] if run is not None else _some("models", models)
     where = local_device(device)
     results = Results(output, where, keep=resume, settings={"modes": wanted_modes, "ratio": ratio})
     began = time.monotonic()
@@ -116,22 +112,23 @@ def benchmark(
     try:
         for name in names:
             try:
-                base = load_model(
-                    None if run is not None else name,
-                    pretrained=pretrained,
-                    weights=weights,
-                    run=run,
-                    image_size=image_size,
-                    model_args=model_args,
-                    untrained=True,
-                )
+                with results.turns.preparing():
+                    base = load_model(
+                        None if run is not None else name,
+                        pretrained=pretrained,
+                        weights=weights,
+                        run=run,
+                        image_size=image_size,
+                        model_args=model_args,
+                        untrained=True,
+                    )
+                    paddock = Paddock(base, wanted, ratio, where, images)
             except SizeError as error:
                 if image_size is None or len(names) == 1:
                     raise
                 refused = grid.conditions(name, (image_size, image_size), str(where))
                 results.refuse(refused, wanted_modes, str(error))
                 continue
-            paddock = Paddock(base, split_methods(methods), ratio, where, images)
             for conditions in grid.conditions(name, paddock.image_size, str(where)):
                 if minutes is not None and time.monotonic() - began > 60 * minutes:
                     print(f"stopped after {minutes:g} minutes; --resume does the rest", flush=True)
@@ -208,15 +205,16 @@ class Results:
                     continue
                 if not self._held(entrant, conditions, modes):
                     ready.append(entrant)
+            images = paddock.batch(conditions.batch_size) if len(ready) > 1 else None
         rows = [row for row in rows if not self.file.holds(row, self.environment.device)]
         self._announce(conditions)
-        if len(ready) > 1:
+        if images is not None:
             end_to_end = conditions.scope == "end-to-end"
             rows += race(
                 ready,
                 conditions,
                 modes,
-                images=paddock.batch(conditions.batch_size),
+                images=images,
                 loader=paddock.loader(conditions.batch_size) if end_to_end else None,
                 turns=self.turns,
             )
@@ -249,11 +247,9 @@ class Results:
 
     def close(self) -> None:
         """Write the table, and say where it is."""
-        self.file.read()
-        if self.output is None or not self.file.rows:
-            return
-        (self.output / "table.md").write_text(self.file.markdown(), encoding="utf-8")
-        print(f"\n{self.where_they_are()}", flush=True)
+        self.file.write_table()
+        if self.output is not None and self.file.rows:
+            print(f"\n{self.where_they_are()}", flush=True)
 
     def where_they_are(self) -> str:
         if self.output is None:
@@ -287,6 +283,27 @@ def _some(name: str, texts: Iterable[str]) -> list[str]:
     if not found:
         raise ValueError(f"{name}: there is none; give at least one")
     return found
+
+
+def _asked_for(
+    run: Path | None,
+    models: tuple[str, ...] | None,
+    methods: tuple[str, ...] | None,
+    ratio: float | None,
+) -> tuple[list[str], list[str], float]:
+    """Networks, methods and the share that remains; a saved run has all of them."""
+    ratio_ = RATIO if ratio is None else ratio
+    if run is not None:
+        refuse_given({"models": models, "methods": methods, "ratio": ratio}, "a saved run")
+        return [str(run)], [], ratio_
+    found = split_methods(("tome", "ltm") if methods is None else methods)
+    check_methods(found, ratio_)
+    return _some("models", MODELS if models is None else models), found, ratio_
+
+
+def _check_minutes(minutes: float | None) -> None:
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"--minutes is {minutes:g}: it must be positive")
 
 
 def _positive(name: str, text: str) -> int:

@@ -15,7 +15,7 @@ def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
         return
     try:
         # Nothing is made: other processes may be about to make the same folders.
-        nearest = next(folder for folder in (output, *output.parents) if folder.exists())
+        nearest = next(place for place in (output, *output.parents) if _is_there(place))
         if nearest == output and not output.is_dir():
             raise ValueError(f"output is {output}, a file: a folder is needed")
         with tempfile.TemporaryFile(dir=nearest):
@@ -29,6 +29,15 @@ def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
             f"output {output} holds the results of another run: choose another folder, or use "
             "--overwrite"
         )
+
+
+def _is_there(place: Path) -> bool:
+    """Whether there is anything at all, a link to nowhere too; what cannot be known is an error."""
+    try:
+        place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def write_metrics(output: Path | None, metrics: Mapping[str, object]) -> None:

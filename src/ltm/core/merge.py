@@ -255,19 +255,19 @@ def _separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 class StaticMerge(Merge):
     """A merge folded into one constant matrix, prefix included: one product, nothing else."""
 
-    matrix: Float[Tensor, "kp wide"]
-    """One column per token, and columns of zeros up to a multiple of `TILE`."""
+    matrix: Float[Tensor, "kp kn"]
     back: Float[Tensor, "kn kp"]
     size_out: Float[Tensor, "kp"]
+    wide: Float[Tensor, "kp wide"] | None = None
+    """The matrix as `widened`, for kernels."""
 
     @staticmethod
     def fold(merge: Merge, size: Float[Tensor, "1 kn"]) -> StaticMerge:
         """The constants of a merge that is the same for every image."""
         mask = merge.weights()[0]
         k = merge.num_prefix
-        matrix = _with_prefix(mask.mT, k)
         return StaticMerge(
-            matrix=torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % TILE)),
+            matrix=_with_prefix(mask.mT, k),
             back=_with_prefix(row_normalise(mask), k),
             size_out=merge.sizes(size)[0],
             num_prefix=k,
@@ -275,27 +275,31 @@ class StaticMerge(Merge):
 
     @property
     def num_in(self) -> int:
-        return self.back.shape[0] - self.num_prefix
+        return self.matrix.shape[1] - self.num_prefix
 
     @property
     def num_out(self) -> int:
-        return self.back.shape[1] - self.num_prefix
+        return self.matrix.shape[0] - self.num_prefix
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        matrix = self.matrix.to(x.dtype)
-        if fused.takes_mix(x, matrix):
-            return operators.mix(matrix, x)
-        return matrix[:, : x.shape[1]] @ x
+        wide = self.matrix if self.wide is None else self.wide
+        if x.shape[1] == self.matrix.shape[1] and fused.takes_mix(x, wide):
+            return operators.mix(wide.to(x.dtype), x)
+        return self.matrix.to(x.dtype) @ x
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return self.back.to(y.dtype) @ y
 
     def weights(self) -> Float[Tensor, "b n p"]:
-        k = self.num_prefix
-        return self.matrix[k:, k : k + self.num_in].mT[None]
+        return self.matrix[self.num_prefix :, self.num_prefix :].mT[None]
 
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         return self.size_out[None]
+
+
+def widened(matrix: Float[Tensor, "kp kn"]) -> Float[Tensor, "kp wide"]:
+    """The matrix with columns of zeros, up to a multiple of `TILE`."""
+    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % TILE))
 
 
 def _with_prefix(mask: Tensor, num_prefix: int) -> Tensor:

@@ -141,8 +141,8 @@ def race(
         raise ValueError("loader: it is needed for scope end-to-end, and for no other")
     turns = turns or Turns()
     torch.compiler.reset()
-    batch = _batch(conditions, images, channels_of(entrants[0].model))
     with turns.preparing():
+        batch = _batch(conditions, images, channels_of(entrants[0].model))
         lanes = [lane for entrant in entrants for lane in _lanes(entrant, conditions, modes, batch)]
     calls = {
         str(index): _turn(lane.run, batch, loader)
@@ -184,6 +184,7 @@ def _lanes(
     except Exception as error:  # noqa: BLE001 - a grid goes on where one cell of it fails
         for lane in lanes:
             lane.error = _reason(error)
+        _free(batch.device)
         return lanes
     for lane in lanes:
         try:

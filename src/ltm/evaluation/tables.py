@@ -91,6 +91,15 @@ class TimingFile:
         """All rows as tables, with what they were measured on."""
         return to_markdown(self.rows, self.runs)
 
+    def write_table(self) -> None:
+        """Write all rows of the file, whoever added them, as table.md beside it."""
+        if self.path is None:
+            return
+        with self._locked():
+            self.read()
+            if self.rows:
+                self.path.with_name("table.md").write_text(self.markdown(), encoding="utf-8")
+
 
 def _identity(row: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(
@@ -143,7 +152,7 @@ def _describe_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for run in runs:
         alike.setdefault(_describe(run["environment"]), []).append(run["run"])
-    return [f"- {_count(numbers)}: {environment}" for environment, numbers in alike.items()]
+    return [f"- {_numbered(numbers)}: {environment}" for environment, numbers in alike.items()]
 
 
 def _describe(environment: Mapping[str, Any]) -> str:
@@ -155,7 +164,7 @@ def _describe(environment: Mapping[str, Any]) -> str:
     )
 
 
-def _count(numbers: Sequence[int]) -> str:
+def _numbered(numbers: Sequence[int]) -> str:
     """Such as `Runs 1 to 3, 7`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):

@@ -41,4 +41,7 @@ class Turns:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-            yield
+            try:
+                yield
+            finally:  # now, though loader processes may have inherited the file
+                fcntl.flock(file, fcntl.LOCK_UN)

@@ -51,7 +51,7 @@ def _merge_kernel(
     x = tl.load(start + own * c, mask=channels < c, other=0.0)
     number = tl.sum(comes.to(tl.int32), axis=0)
     if number == 0:  # as most tokens of most merges: they only move
-        tl.store(out, tl.where(share > 0, x, 0.0).to(x.dtype), mask=channels < c)
+        tl.store(out, tl.where(share == 0, 0.0, x), mask=channels < c)
         return
     x = x.to(tl.float32)
     largest = tl.where(share > 0, tl.sum(x * x, axis=0), 0.0)
@@ -137,7 +137,8 @@ def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
     """
     (b, t, c), (p, wide) = tokens.shape, matrix.shape
     merged = tokens.new_empty(b, p, c)
-    some, channels = (64, 64) if b < FEW_IMAGES else (32, 128)
+    small = b < FEW_IMAGES and tokens.element_size() == 2
+    some, channels = (64, 64) if small else (32, 128)
     _mix_kernel[b, parts_of(p, 64), parts_of(c, channels)](
         matrix.contiguous(), tokens.contiguous(), merged, t, wide, p, c,
         PLACES=64, TOKENS=some, CHANNELS=channels, num_warps=4, num_stages=3,

@@ -99,7 +99,7 @@ def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     b, t, c = tokens.shape
     pooled = torch.empty(b, c, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, pooled)
-    channels, warps = (32, 4) if b < FEW_IMAGES else (64, 2)
+    channels, warps = (32, 4) if b < FEW_IMAGES else (64, 2 if tokens.element_size() == 2 else 4)
     _pool_kernel[b, parts_of(c, channels)](
         tokens, size_, pooled, t, num_prefix, c, stride,
         HAS_SIZE=size is not None, TOKENS=256, CHANNELS=channels, num_warps=warps,

@@ -18,6 +18,7 @@ from ltm.core.merge import (
     GridMerge,
     Merge,
     StaticMerge,
+    widened,
 )
 from ltm.core.schedule import Grid
 from ltm.core.support import anchors
@@ -62,7 +63,7 @@ class LearnedMerger(LTMMerger):
         self.frozen = False
         self.chosen = False
         """Supports are constants, and the weights alone depend on the image."""
-        self.register_load_state_dict_post_hook(_choose_again)  # pyright: ignore[reportUnknownMemberType]
+        self.register_load_state_dict_post_hook(_follow_loaded)  # pyright: ignore[reportUnknownMemberType]
 
     def feature_width(self) -> int:
         per_token = self.site.width
@@ -222,6 +223,12 @@ class LearnedMerger(LTMMerger):
             if hasattr(self, name):
                 setattr(self, name, None)
         self.frozen = True
+        self.widen_()
+
+    def widen_(self) -> None:
+        """Keep the matrix of a folded sequence as kernels read it too; it is not saved."""
+        if hasattr(self, "fixed_matrix"):
+            self.register_buffer("fixed_wide", widened(self.fixed_matrix), persistent=False)
 
     def choose_(self) -> None:
         """Keep the supports as constants: who may join does not depend on the image any more."""
@@ -264,6 +271,7 @@ class LearnedMerger(LTMMerger):
             )
         return StaticMerge(
             matrix=self.fixed_matrix,
+            wide=self.fixed_wide,
             back=self.fixed_back,
             size_out=self.fixed_size_out,
             num_prefix=k,
@@ -277,10 +285,11 @@ class LearnedMerger(LTMMerger):
                 mine.adopt_(theirs)
 
 
-def _choose_again(merger: LearnedMerger, _keys: object) -> None:
-    """Supports follow the logits that were loaded."""
+def _follow_loaded(merger: LearnedMerger, _keys: object) -> None:
+    """Supports follow the logits that were loaded, and what kernels read a folded matrix."""
     if merger.chosen:
         merger.choose_()
+    merger.widen_()
 
 
 def _check_token_space(site: Site) -> None:
