@@ -59,6 +59,19 @@ def test_a_frozen_static_mask_keeps_no_parameter(name):
     assert not [n for n, _ in model.named_parameters() if "merger" in n]
 
 
+def test_kernels_read_the_mask_that_was_loaded(tmp_path):
+    model, _ = prepared("vit", STATIC)
+    ltm.save(ltm.freeze_(model), tmp_path)
+    again = ltm.load(tmp_path, toy("vit"))
+    assert not [key for key in again.state_dict() if "wide" in key]
+    for (_, merger), (_, loaded) in zip(
+        ltm.api.mergers(model), ltm.api.mergers(again), strict=True
+    ):
+        width = merger.fixed_matrix.shape[1]
+        assert loaded.fixed_wide.shape[1] % 16 == 0
+        assert torch.equal(loaded.fixed_wide[:, :width], merger.fixed_matrix)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)

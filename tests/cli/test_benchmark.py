@@ -1,6 +1,7 @@
 """`ltm benchmark` on a network too small to matter: rows, resuming, and its manners."""
 
 import json
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 import ltm
 from ltm.cli import main
 from ltm.cli.benchmark import Results
+from ltm.cli.entrants import timed_entrant
 from ltm.cli.models import load_model
 from ltm.evaluation import latency
+from ltm.evaluation.turns import Turns
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +123,37 @@ def test_a_saved_run_races_itself_without_merging(tmp_path: Path) -> None:
     assert saved["gmacs"] < 0.81 * base["gmacs"]
 
 
+def test_networks_are_made_while_nobody_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages, seen = ["idle"], []
+
+    def staged(name: str) -> Any:
+        @contextmanager
+        def stage(_: object) -> Any:
+            stages.append(name)
+            yield
+            stages.pop()
+
+        return stage
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, stages[-1]))
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("preparing", "timing"):
+        monkeypatch.setattr(Turns, name, staged(name))
+    monkeypatch.setattr("ltm.cli.benchmark.load_model", noted("loaded", load_model))
+    monkeypatch.setattr("ltm.cli.entrants.timed_entrant", noted("converted", timed_entrant))
+    monkeypatch.setattr(latency, "interleaved", noted("timed", latency.interleaved))
+    options = ["--methods", "ltm", "--ratio", "0.85", "--batch-sizes", "1"]
+    assert main(["benchmark", *QUICK, *options]) == 0
+    assert seen == [("loaded", "preparing"), ("converted", "preparing"), ("timed", "timing")]
+
+
 def test_an_interrupt_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,7 +239,7 @@ def test_a_size_that_one_of_several_models_cannot_run_on_is_a_row(tmp_path: Path
         (["--warmup", "-3"], "--warmup is -3: it must be at least 0"),
         (["--batch-sizes"], "batch_sizes: there is none; give at least one"),
         (["--models"], "models: there is none; give at least one"),
-        (["--minutes", "-1"], "--minutes is -1: it must be positive"),
+        (["--minutes", "-1"], "--minutes is -1: it must be at least 0"),
         (["--run", "nowhere"], "--models: a saved run has its own; leave it out"),
     ],
 )

@@ -1,5 +1,7 @@
 """The Merge values: four forms of one idea."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from ltm.core.merge import (
     StaticMerge,
     compose_weights,
     restore_through,
+    widened,
 )
 
 B, K, C = 3, 2, 5
@@ -61,6 +64,16 @@ def merge(request):
 
 def tokens(merge):
     return torch.randn(B, merge.num_in + K, C, dtype=torch.float64)
+
+
+def test_a_constant_mask_is_for_its_own_number_of_tokens():
+    static = merges()["static"]
+    static = replace(static, wide=widened(static.matrix))
+    assert static.wide.shape[1] == 64
+    assert not static.wide[:, 48 + K :].any()
+    for number in (47, 52, 60):
+        with pytest.raises(RuntimeError):
+            static(torch.randn(B, number, C, dtype=torch.float64))
 
 
 def test_columns_sum_to_one(merge):

@@ -302,8 +302,8 @@ def _asked_for(
 
 
 def _check_minutes(minutes: float | None) -> None:
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"--minutes is {minutes:g}: it must be positive")
+    if minutes is not None and not minutes >= 0:
+        raise ValueError(f"--minutes is {minutes:g}: it must be at least 0")
 
 
 def _positive(name: str, text: str) -> int:

@@ -42,6 +42,7 @@ class LearnedMerger(LTMMerger):
     fixed_columns: Tensor
     fixed_matrix: Tensor
     fixed_back: Tensor
+    fixed_wide: Tensor
     fixed_size_out: Tensor
     chosen_size_out: Tensor
 
