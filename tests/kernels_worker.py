@@ -185,7 +185,7 @@ def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
 
 
 @torch.no_grad()
-def inform(num_classes, images, dtype, autocast=False):
+def inform(num_classes, images, dtype, autocast=False, num_tokens=40):
     """The informative step against the plain one: logits and weights."""
     torch.manual_seed(0)
     step = InformativeStep(num_classes, 72, ltm.LTM(gain=1.0)).to(DEVICE)
@@ -197,9 +197,9 @@ def inform(num_classes, images, dtype, autocast=False):
         near = class_membership(features, step.centroids, 10.0, step.present) if known else None
         statistics.update(features, labels, near)
         step.set_statistics_(statistics)
-    tokens = torch.randn(images, 40, 72, device=DEVICE) + 1
-    size = torch.randint(1, 6, (images, 40), device=DEVICE).float()
-    carry = torch.randn(images, 39, device=DEVICE)
+    tokens = torch.randn(images, num_tokens, 72, device=DEVICE) + 1
+    size = torch.randint(1, 6, (images, num_tokens), device=DEVICE).float()
+    carry = torch.randn(images, num_tokens - 1, device=DEVICE)
     expected = step(tokens[:, 1:], size[:, 1:], None, carry)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         logits, weight = step.to(dtype).weigh(tokens.to(dtype), size, carry, 1)
@@ -305,6 +305,7 @@ def main():
                 for y, images in ((3, 17), (130, 2), (1000, 1))
             },
             "autocast": inform(70, 18, torch.float32, autocast=True),
+            "many tokens": inform(3, 2, torch.float32, num_tokens=600),
         },
         "inform half": inform(150, 2, torch.float16),
         "mixed": [

@@ -15,6 +15,7 @@ from torch import nn
 
 import ltm
 from ltm import zoo
+from ltm.adapters.base import _taken_up
 from ltm.adapters.grids import SizedPool
 from ltm.api import merging_off, set_ratio_, watching
 from ltm.methods import methods
@@ -526,3 +527,17 @@ def test_what_is_no_number_is_no_ratio(method, field, value):
     says = re.escape(f"{field}: got {value!r}; it must be a number larger than 0 and at most 1.")
     with pytest.raises(ValueError, match=says):
         config.__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("merging", "starts", "taken_up"),
+    [
+        ((1, 3), (1, 0, 0, 0, 0), (1, 1, 1, 0, 0)),
+        ((0, 2), (1, 0, 1, 0, 0), (0, 0, 0, 0, 0)),
+        ((0, 2, 4), (1, 0, 1, 0, 0), (0, 0, 1, 1, 0)),
+        ((0, 1, 2), (1, 1, 1), (0, 0, 0)),
+        ((), (1, 0), (0, 0)),
+    ],
+)
+def test_a_site_hands_on_to_later_ones_of_its_stage(merging, starts, taken_up):
+    assert _taken_up(merging, starts) == [bool(taken) for taken in taken_up]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -96,6 +96,8 @@ class Slot:
     """A forward pass begins at this block."""
     last: bool = False
     """The head comes after this block."""
+    hands_on: bool = True
+    """A later site of the same stage takes up what this one hands on."""
     original: dict[str, Any] = field(default_factory=dict)
     """Host attributes to give back when the conversion is undone."""
 
@@ -148,7 +150,8 @@ class MergingMixin(nn.Module):
                     labels=tokens.labels,
                 )
                 decision = self.decide(z, hints, **context)
-                merged, size, means = decision.merge.apply(z, tokens.size, decision.values)
+                values = decision.values if slot.hands_on else None
+                merged, size, means = decision.merge.apply(z, tokens.size, values)
                 merges = (*tokens.merges, decision.merge)
                 carry = decision.carry if means is None else means
                 tokens = dataclasses.replace(tokens, size=size, carry=carry, merges=merges)
@@ -215,6 +218,7 @@ def make_slots(
 ) -> list[Slot]:
     """A slot per block, `starts` saying at which blocks tokens are patches again."""
     by_block = {site.block: site for site in sites}
+    taken_up = _taken_up({site.block for site in sites if site.merges}, starts)
     return [
         Slot(
             state,
@@ -224,9 +228,19 @@ def make_slots(
             site=by_block.get(index),
             opens=index == 0,
             last=index == len(starts) - 1,
+            hands_on=taken_up[index],
         )
         for index, fresh in enumerate(starts)
     ]
+
+
+def _taken_up(merging: Collection[int], starts: Sequence[bool]) -> list[bool]:
+    """Of every block, whether one of the blocks after it in its stage merges."""
+    found, later = [], False
+    for index in reversed(range(len(starts))):
+        found.append(later)
+        later = (later or index in merging) and not starts[index]
+    return found[::-1]
 
 
 def starts_of(widths: Sequence[int], config: MethodConfig) -> list[bool]:

@@ -16,6 +16,9 @@ from ltm.core.clustering import ZERO_LENGTH
 from ltm.core.kernels.gradient import unit_gradient
 from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
+MOST_AT_ONCE = 512
+"""Tokens of an image that one program can read in whole rows."""
+
 
 @triton.jit
 def _pool_kernel(
@@ -45,20 +48,14 @@ def _pool_kernel(
 
 
 @triton.jit
-def _inform_kernel(
-    tokens, pooled, slope, size, carry, gain, logits, weight, t, k, c, size_stride, carry_stride,
-    eta, zero,
-    HAS_SIZE: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
+def _descend(
+    tokens, pooled, slope, some, patch, c, zero,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The logits of an image's patches, one step down the gradient, and what tokens weigh."""
-    image = tl.program_id(0)
-    everyone = tl.arange(0, TOKENS)
-    inside, patch = everyone < t, (everyone >= k) & (everyone < t)
-    start = tokens + image.to(tl.int64) * t * c
+    """How far the bound falls as some tokens of an image gain weight: their part in its slope."""
     width = tl.arange(0, WIDTH)
-    whole = tl.load(pooled + image * c + width, mask=width < c, other=0.0)
-    slopes = tl.load(slope + image * c + width, mask=width < c, other=0.0).to(tl.float32)
+    whole = tl.load(pooled + width, mask=width < c, other=0.0)
+    slopes = tl.load(slope + width, mask=width < c, other=0.0).to(tl.float32)
     square, along = tl.sum(whole * whole, axis=0), tl.sum(whole * slopes, axis=0)
     length = tl.sqrt(square)
     # Only what turns the mean patch counts: its length does not.
@@ -69,13 +66,49 @@ def _inform_kernel(
         channels = channel + tl.arange(0, CHANNELS)
         known = channels < c
         x = tl.load(
-            start + everyone[:, None] * c + channels[None],
+            tokens + some[:, None] * c + channels[None],
             mask=patch[:, None] & known[None], other=0.0,
         )  # fmt: skip
-        mean = tl.load(pooled + image * c + channels, mask=known, other=0.0)
-        down = tl.load(slope + image * c + channels, mask=known, other=0.0).to(tl.float32)
+        mean = tl.load(pooled + channels, mask=known, other=0.0)
+        down = tl.load(slope + channels, mask=known, other=0.0).to(tl.float32)
         parts -= x.to(tl.float32) * (down - along * mean)[None]
-    found = tl.sum(parts, axis=1) * scale
+    return tl.sum(parts, axis=1) * scale
+
+
+@triton.jit
+def _descend_kernel(
+    tokens, pooled, slope, found, t, k, c, zero,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`_descend` of some of many tokens."""
+    image = tl.program_id(0)
+    some = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    patch = (some >= k) & (some < t)
+    fall = _descend(
+        tokens + image.to(tl.int64) * t * c, pooled + image * c, slope + image * c,
+        some, patch, c, zero, TOKENS, CHANNELS, WIDTH,
+    )  # fmt: skip
+    tl.store(found + image * (t - k) + some - k, fall, mask=patch)
+
+
+@triton.jit
+def _step_kernel(
+    tokens, pooled, slope, size, carry, gain, logits, weight, t, k, c, size_stride, carry_stride,
+    eta, zero,
+    DESCENDED: tl.constexpr, HAS_SIZE: tl.constexpr, HAS_CARRY: tl.constexpr,
+    HAS_GAIN: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The logits of an image's patches, one step down the gradient, and what tokens weigh."""
+    image = tl.program_id(0)
+    everyone = tl.arange(0, TOKENS)
+    inside, patch = everyone < t, (everyone >= k) & (everyone < t)
+    if DESCENDED:
+        found = tl.load(logits + image * (t - k) + everyone - k, mask=patch, other=0.0)
+    else:
+        found = _descend(
+            tokens + image.to(tl.int64) * t * c, pooled + image * c, slope + image * c,
+            everyone, patch, c, zero, TOKENS, CHANNELS, WIDTH,
+        )  # fmt: skip
     if HAS_GAIN:
         number = t - k
         found -= tl.sum(tl.where(patch, found, 0.0), axis=0) / number
@@ -128,12 +161,17 @@ def inform(
     weight = torch.empty(b, t, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, weight)
     carry_, carry_stride = sizes_of(None if carry is None else carry.float(), weight)
-    everyone = fitting(t)
-    _inform_kernel[(b,)](
+    everyone, width, many = fitting(t), fitting(c), t > MOST_AT_ONCE
+    if many:
+        _descend_kernel[b, parts_of(t, 256)](
+            tokens, pooled, slope, logits, t, num_prefix, c, ZERO_LENGTH,
+            TOKENS=256, CHANNELS=64, WIDTH=width, num_warps=8,
+        )  # fmt: skip
+    _step_kernel[(b,)](
         tokens, pooled, slope, size_, carry_, weight if gain is None else gain, logits, weight,
-        t, num_prefix, c, stride, carry_stride, eta, ZERO_LENGTH,
+        t, num_prefix, c, stride, carry_stride, eta, ZERO_LENGTH, DESCENDED=many,
         HAS_SIZE=size is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
-        TOKENS=everyone, CHANNELS=min(64, 16384 // everyone), WIDTH=fitting(c),
+        TOKENS=everyone, CHANNELS=min(64, max(1, 16384 // everyone)), WIDTH=width,
         num_warps=4 if everyone <= 128 else 8,
     )  # fmt: skip
     return logits, weight
