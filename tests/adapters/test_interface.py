@@ -540,4 +540,5 @@ def test_what_is_no_number_is_no_ratio(method, field, value):
     ],
 )
 def test_a_site_hands_on_to_later_ones_of_its_stage(merging, starts, taken_up):
-    assert _taken_up(merging, starts) == [bool(taken) for taken in taken_up]
+    found = _taken_up(merging, [bool(fresh) for fresh in starts])
+    assert found == [bool(taken) for taken in taken_up]
