@@ -8,7 +8,8 @@ INSTALLED := $(VENV)/.installed
 # One thread per test process: the workers already fill the cores.
 test quick coverage: export OMP_NUM_THREADS ?= 1
 # A file to a worker: what its tests share is made once.
-PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile
+# In order of name: by number of tests, the files with few but long ones would come last, and wait for one another.
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick check lint coverage clean
 .DEFAULT_GOAL := test

@@ -12,7 +12,7 @@ import torch
 import ltm
 from ltm.cli import main
 from ltm.cli.benchmark import Results
-from ltm.cli.entrants import timed_entrant
+from ltm.cli.entrants import Paddock, timed_entrant
 from ltm.cli.models import load_model
 from ltm.evaluation import latency
 from ltm.evaluation.turns import Turns
@@ -146,12 +146,12 @@ def test_networks_are_made_while_nobody_is_timed(
 
     for name in ("preparing", "timing"):
         monkeypatch.setattr(Turns, name, staged(name))
-    monkeypatch.setattr("ltm.cli.benchmark.load_model", noted("loaded", load_model))
+    monkeypatch.setattr("ltm.cli.benchmark.Paddock", noted("placed", Paddock))
     monkeypatch.setattr("ltm.cli.entrants.timed_entrant", noted("converted", timed_entrant))
     monkeypatch.setattr(latency, "interleaved", noted("timed", latency.interleaved))
     options = ["--methods", "ltm", "--ratio", "0.85", "--batch-sizes", "1"]
     assert main(["benchmark", *QUICK, *options]) == 0
-    assert seen == [("loaded", "preparing"), ("converted", "preparing"), ("timed", "timing")]
+    assert seen == [("placed", "preparing"), ("converted", "preparing"), ("timed", "timing")]
 
 
 def test_an_interrupt_keeps_what_was_measured(

@@ -112,23 +112,23 @@ def benchmark(
     try:
         for name in names:
             try:
-                with results.turns.preparing():
-                    base = load_model(
-                        None if run is not None else name,
-                        pretrained=pretrained,
-                        weights=weights,
-                        run=run,
-                        image_size=image_size,
-                        model_args=model_args,
-                        untrained=True,
-                    )
-                    paddock = Paddock(base, wanted, ratio, where, images)
+                base = load_model(
+                    None if run is not None else name,
+                    pretrained=pretrained,
+                    weights=weights,
+                    run=run,
+                    image_size=image_size,
+                    model_args=model_args,
+                    untrained=True,
+                )
             except SizeError as error:
                 if image_size is None or len(names) == 1:
                     raise
                 refused = grid.conditions(name, (image_size, image_size), str(where))
                 results.refuse(refused, wanted_modes, str(error))
                 continue
+            with results.turns.preparing():
+                paddock = Paddock(base, wanted, ratio, where, images)
             for conditions in grid.conditions(name, paddock.image_size, str(where)):
                 if minutes is not None and time.monotonic() - began > 60 * minutes:
                     print(f"stopped after {minutes:g} minutes; --resume does the rest", flush=True)

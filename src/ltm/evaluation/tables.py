@@ -93,7 +93,7 @@ class TimingFile:
 
     def write_table(self) -> None:
         """Write all rows of the file, whoever added them, as table.md beside it."""
-        if self.path is None:
+        if self.path is None or not self.path.exists():
             return
         with self._locked():
             self.read()
