@@ -123,9 +123,7 @@ def test_a_saved_run_races_itself_without_merging(tmp_path: Path) -> None:
     assert saved["gmacs"] < 0.81 * base["gmacs"]
 
 
-def test_networks_are_made_while_nobody_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_networks_are_made_while_nobody_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     stages, seen = ["idle"], []
 
     def staged(name: str) -> Any:

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from ltm.evaluation.latency import Conditions, Entrant, Timing
 
 
-MODELS = ("vit_small_patch16_224",)
-
-
 def benchmark(
     *,
     models: tuple[str, ...] | None = None,
@@ -298,7 +295,8 @@ def _asked_for(
         return [str(run)], [], ratio_
     found = split_methods(("tome", "ltm") if methods is None else methods)
     check_methods(found, ratio_)
-    return _some("models", MODELS if models is None else models), found, ratio_
+    models = ("vit_small_patch16_224",) if models is None else models
+    return _some("models", models), found, ratio_
 
 
 def _check_minutes(minutes: float | None) -> None:

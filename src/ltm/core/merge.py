@@ -21,9 +21,6 @@ from torch import Tensor
 
 from ltm.core import fused, operators
 
-TILE = 16
-"""GPUs read rows at once whose length is a multiple of this."""
-
 
 class Merged(NamedTuple):
     """What comes out of a merge."""
@@ -259,7 +256,7 @@ class StaticMerge(Merge):
     back: Float[Tensor, "kn kp"]
     size_out: Float[Tensor, "kp"]
     wide: Float[Tensor, "kp wide"] | None = None
-    """The matrix as `widened`, for kernels."""
+    """The matrix as `operators.widened`, for kernels."""
 
     @staticmethod
     def fold(merge: Merge, size: Float[Tensor, "1 kn"]) -> StaticMerge:
@@ -295,11 +292,6 @@ class StaticMerge(Merge):
 
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         return self.size_out[None]
-
-
-def widened(matrix: Float[Tensor, "kp kn"]) -> Float[Tensor, "kp wide"]:
-    """The matrix with columns of zeros, up to a multiple of `TILE`."""
-    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % TILE))
 
 
 def _with_prefix(mask: Tensor, num_prefix: int) -> Tensor:

@@ -142,6 +142,11 @@ def mix(matrix: Tensor, tokens: Tensor) -> Tensor:
     return tokens.new_empty(tokens.shape[0], matrix.shape[0], tokens.shape[2])
 
 
+def widened(matrix: Tensor) -> Tensor:
+    """A matrix for `mix` with columns of zeros: GPUs read rows of a multiple of 16 at once."""
+    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 16))
+
+
 @_operator
 def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
     """Means by weight over rows and columns of a grid, or its plain product with both."""

@@ -18,8 +18,8 @@ from ltm.core.merge import (
     GridMerge,
     Merge,
     StaticMerge,
-    widened,
 )
+from ltm.core.operators import widened
 from ltm.core.schedule import Grid
 from ltm.core.support import anchors
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
