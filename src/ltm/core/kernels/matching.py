@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ltm.core.kernels.launch import FEW_IMAGES, branch, fitting, has_room, parts_of, sizes_of
-from ltm.core.kernels.weighing import inform
+from ltm.core.kernels.weighing import Step, prepare, step_of
 
 ROOM = 96 * 1024
 """Bytes of shared memory that the largest tiles of products take."""
@@ -142,9 +142,11 @@ def _weight_of(
 
 @triton.jit
 def _assign_kernel(
-    products, rank, size, weight, attention, assignment, stays, leaves, weighed,
-    t, k, num_leaving, size_stride, weight_stride, power, least,
+    products, rank, size, weight, attention, fall, carry, gain,
+    assignment, stays, leaves, weighed, logits,
+    t, k, num_leaving, size_stride, weight_stride, carry_stride, power, least, eta,
     HAS_SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, ATTENDED: tl.constexpr, PRUNE: tl.constexpr,
+    STEPS: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Who leaves an image, in what order, and the place and weight of some of its tokens."""
@@ -173,6 +175,13 @@ def _assign_kernel(
         weights, sizes, attention + image * t, k + rows, here, t, power, least,
         HAS_WEIGHT, HAS_SIZE, ATTENDED,
     )  # fmt: skip
+    if STEPS:
+        found = step_of(
+            fall + image * n, carry + image * carry_stride, gain, rows, here, everyone, n, eta,
+            HAS_CARRY, HAS_GAIN,
+        )  # fmt: skip
+        tl.store(logits + image * n + rows, found, mask=here)
+        share = share * tl.exp(found)
     if PRUNE:
         share = tl.where(gone, 0.0, share)
     tl.store(weighed + image * t + k + rows, share, mask=here)
@@ -245,30 +254,39 @@ def place(
     size: Tensor | None,
     attention: Tensor | None,
     weight: Tensor | None,
+    step: Step | None,
     num_leaving: int,
     num_prefix: int,
     power: float,
     least: float,
     prune: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Every token's place after the merge, who stays and who leaves, and what each weighs."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Every token's place after the merge, who stays, who leaves, what each weighs; logits.
+
+    Without a step there are none.
+    """
     (b, n), device = pairs.rank.shape, pairs.rank.device
     t = n + num_prefix
     assignment = torch.empty(b, t, device=device, dtype=torch.int64)
     stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
     leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
     weighed = torch.empty(b, t, device=device, dtype=torch.float32)
+    logits = weighed.new_empty(0 if step is None else (b, n))
     size_, stride = sizes_of(size, weighed)
     weight_, weight_stride = sizes_of(weight, weighed)
+    fall, carry, gain, eta = (weighed, None, None, 0.0) if step is None else step
+    carry_, carry_stride = sizes_of(carry, weighed)
     _assign_kernel[b, parts_of(n, 16)](
         *pairs, size_, weight_, weighed if attention is None else attention.contiguous(),
-        assignment, stays, leaves, weighed,
-        t, num_prefix, num_leaving, stride, weight_stride, power, least,
+        fall, carry_, weighed if gain is None else gain,
+        assignment, stays, leaves, weighed, logits,
+        t, num_prefix, num_leaving, stride, weight_stride, carry_stride, power, least, eta,
         HAS_SIZE=size is not None, HAS_WEIGHT=weight is not None,
         ATTENDED=attention is not None and power != 0, PRUNE=prune,
+        STEPS=step is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
         TOKENS=fitting(t), ROWS=16, num_warps=4,
     )  # fmt: skip
-    return assignment, stays, leaves, weighed
+    return assignment, stays, leaves, weighed, logits
 
 
 def assign(
@@ -286,7 +304,10 @@ def assign(
     """`match_least_harm`: every token's place after the merge, who stays, who leaves; weights."""
     attention = None if attention is None else attention.float()
     pairs = compare(tokens, size, attention, num_prefix, protection)
-    return place(pairs, size, attention, weight, num_leaving, num_prefix, power, least, prune)
+    assignment, stays, leaves, weighed, _ = place(
+        pairs, size, attention, weight, None, num_leaving, num_prefix, power, least, prune
+    )
+    return assignment, stays, leaves, weighed
 
 
 def inform_and_assign(
@@ -311,10 +332,7 @@ def inform_and_assign(
     tokens = tokens.contiguous()
     attention = None if attention is None else attention.float()
     with branch(tokens) as join:
-        logits, weight = inform(
-            tokens, size, carry, gain, centroids, offsets, costs, beta, eta, num_prefix
-        )
+        step = prepare(tokens, size, carry, gain, centroids, offsets, costs, beta, eta, num_prefix)
     pairs = compare(tokens, size, attention, num_prefix, protection)
     join()
-    placed = place(pairs, size, attention, weight, num_leaving, num_prefix, power, least, prune)
-    return *placed, logits
+    return place(pairs, size, attention, None, step, num_leaving, num_prefix, power, least, prune)

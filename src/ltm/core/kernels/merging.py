@@ -27,11 +27,13 @@ def _merge_kernel(
     image, place = tl.program_id(0) // p, tl.program_id(0) % p
     weights, sizes = weight + image * weight_stride, size + image * size_stride
     turns, channels = tl.arange(0, LEAVING), tl.arange(0, CHANNELS)
+    own = tl.load(stays + image * p + place)
+    start = tokens + image.to(tl.int64) * t * c + channels
+    x = tl.load(start + own * c, mask=channels < c, other=0.0)  # comes while others are looked for
     who = tl.load(leaves + image * r + turns, mask=turns < r, other=0)
     goes = tl.load(assignment + image * t + who, mask=turns < r, other=-1).to(tl.int32)
     brings = tl.load(weights + who, mask=goes == place, other=0.0)
     comes = brings > 0
-    own = tl.load(stays + image * p + place)
     share = tl.load(weights + own)
     total = tl.maximum(share + tl.sum(tl.where(comes, brings, 0.0), axis=0), 1e-12)
     if HAS_SIZE:
@@ -46,9 +48,7 @@ def _merge_kernel(
         value = tl.load(patches + own, mask=place >= k, other=0.0).to(tl.float32)
         value = (share * value + tl.sum(tl.where(comes, brings * theirs, 0.0), axis=0)) / total
         tl.store(means + image * (p - k) + place - k, value, mask=place >= k)
-    start = tokens + image.to(tl.int64) * t * c + channels
     out = merged + (image.to(tl.int64) * p + place) * c + channels
-    x = tl.load(start + own * c, mask=channels < c, other=0.0)
     number = tl.sum(comes.to(tl.int32), axis=0)
     if number == 0:  # as most tokens of most merges: they only move
         tl.store(out, tl.where(share == 0, 0.0, x), mask=channels < c)

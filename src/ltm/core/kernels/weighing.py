@@ -7,6 +7,8 @@ Letters: b images, t tokens with their k prefix tokens, n patch tokens, c channe
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +18,17 @@ from ltm.core.clustering import ZERO_LENGTH
 from ltm.core.kernels.gradient import unit_gradient
 from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
-MOST_AT_ONCE = 512
-"""Tokens of an image that one program can read in whole rows."""
+
+class Step(NamedTuple):
+    """One step down the gradient of the bound, before it is taken."""
+
+    fall: Tensor
+    """How far the bound falls as each patch gains weight, `b n`."""
+    carry: Tensor | None
+    """Where patches stand before it, `b n`."""
+    gain: Tensor | None
+    """How long a step is that is measured by its own spread."""
+    eta: float
 
 
 @triton.jit
@@ -48,82 +59,68 @@ def _pool_kernel(
 
 
 @triton.jit
-def _descend(
-    tokens, pooled, slope, some, patch, c, zero,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """How far the bound falls as some tokens of an image gain weight: their part in its slope."""
-    width = tl.arange(0, WIDTH)
-    whole = tl.load(pooled + width, mask=width < c, other=0.0)
-    slopes = tl.load(slope + width, mask=width < c, other=0.0).to(tl.float32)
-    square, along = tl.sum(whole * whole, axis=0), tl.sum(whole * slopes, axis=0)
+def _descend_kernel(
+    tokens, pooled, slope, fall, t, k, c, zero, TOKENS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """How far the bound falls as some patches of an image gain weight: their part in its slope."""
+    image, n = tl.program_id(0), t - k
+    patches, channels = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
+    there, known = patches < n, channels < c
+    x = tl.load(
+        tokens + (image.to(tl.int64) * t + k + patches[:, None]) * c + channels[None],
+        mask=there[:, None] & known[None], other=0.0,
+    )  # fmt: skip
+    mean = tl.load(pooled + image * c + channels, mask=known, other=0.0)
+    down = tl.load(slope + image * c + channels, mask=known, other=0.0).to(tl.float32)
+    square, along = tl.sum(mean * mean, axis=0), tl.sum(mean * down, axis=0)
     length = tl.sqrt(square)
     # Only what turns the mean patch counts: its length does not.
-    along = tl.where(length > zero, along / tl.maximum(square, zero * zero), 0.0)
+    down -= tl.where(length > zero, along / tl.maximum(square, zero * zero), 0.0) * mean
     scale = tl.where(length > zero, 1 / tl.maximum(length, zero), 0.0)
-    parts = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for channel in range(0, c, CHANNELS):
-        channels = channel + tl.arange(0, CHANNELS)
-        known = channels < c
-        x = tl.load(
-            tokens + some[:, None] * c + channels[None],
-            mask=patch[:, None] & known[None], other=0.0,
-        )  # fmt: skip
-        mean = tl.load(pooled + channels, mask=known, other=0.0)
-        down = tl.load(slope + channels, mask=known, other=0.0).to(tl.float32)
-        parts -= x.to(tl.float32) * (down - along * mean)[None]
-    return tl.sum(parts, axis=1) * scale
+    found = -scale * tl.sum(x.to(tl.float32) * down[None], axis=1)
+    tl.store(fall + image * n + patches, found, mask=there)
 
 
 @triton.jit
-def _descend_kernel(
-    tokens, pooled, slope, found, t, k, c, zero,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+def step_of(
+    fall, carry, gain, patches, there, everyone, n, eta,
+    HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
 ):  # fmt: skip
-    """`_descend` of some of many tokens."""
-    image = tl.program_id(0)
-    some = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    patch = (some >= k) & (some < t)
-    fall = _descend(
-        tokens + image.to(tl.int64) * t * c, pooled + image * c, slope + image * c,
-        some, patch, c, zero, TOKENS, CHANNELS, WIDTH,
-    )  # fmt: skip
-    tl.store(found + image * (t - k) + some - k, fall, mask=patch)
+    """The logits of some patches of an image after the step; everyone says how steep it is."""
+    found = tl.load(fall + patches, mask=there, other=0.0)
+    if HAS_GAIN:
+        inside = (everyone >= 0) & (everyone < n)
+        all_ = tl.load(fall + everyone, mask=inside, other=0.0)
+        mean = tl.sum(all_, axis=0) / n
+        apart = tl.where(inside, all_ - mean, 0.0)
+        spread = tl.sqrt(tl.sum(apart * apart, axis=0) / n)
+        found = tl.load(gain).to(tl.float32) * (found - mean) / (spread + 1e-6)
+    found = found * eta
+    if HAS_CARRY:
+        found += tl.load(carry + patches, mask=there, other=0.0)
+    return tl.minimum(tl.maximum(found, -8.0), 8.0)
 
 
 @triton.jit
 def _step_kernel(
-    tokens, pooled, slope, size, carry, gain, logits, weight, t, k, c, size_stride, carry_stride,
-    eta, zero,
-    DESCENDED: tl.constexpr, HAS_SIZE: tl.constexpr, HAS_CARRY: tl.constexpr,
-    HAS_GAIN: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    fall, carry, gain, size, logits, weight, t, k, size_stride, carry_stride, eta,
+    HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The logits of an image's patches, one step down the gradient, and what tokens weigh."""
-    image = tl.program_id(0)
+    image, n = tl.program_id(0), t - k
     everyone = tl.arange(0, TOKENS)
-    inside, patch = everyone < t, (everyone >= k) & (everyone < t)
-    if DESCENDED:
-        found = tl.load(logits + image * (t - k) + everyone - k, mask=patch, other=0.0)
-    else:
-        found = _descend(
-            tokens + image.to(tl.int64) * t * c, pooled + image * c, slope + image * c,
-            everyone, patch, c, zero, TOKENS, CHANNELS, WIDTH,
-        )  # fmt: skip
-    if HAS_GAIN:
-        number = t - k
-        found -= tl.sum(tl.where(patch, found, 0.0), axis=0) / number
-        square = tl.sum(tl.where(patch, found * found, 0.0), axis=0) / number
-        found = tl.load(gain).to(tl.float32) * found / (tl.sqrt(square) + 1e-6)
-    found = found * eta
-    if HAS_CARRY:
-        found += tl.load(carry + image * carry_stride + everyone - k, mask=patch, other=0.0)
-    found = tl.minimum(tl.maximum(found, -8.0), 8.0)
-    tl.store(logits + image * (t - k) + everyone - k, found, mask=patch)
+    inside, patches = everyone < t, everyone - k
+    there = inside & (patches >= 0)
+    found = step_of(
+        fall + image * n, carry + image * carry_stride, gain, patches, there, patches, n, eta,
+        HAS_CARRY, HAS_GAIN,
+    )  # fmt: skip
+    tl.store(logits + image * n + patches, found, mask=there)
     counted = tl.full((TOKENS,), 1.0, tl.float32)
     if HAS_SIZE:
         counted = tl.load(size + image * size_stride + everyone, mask=inside, other=0.0)
         counted = counted.to(tl.float32)
-    counted = tl.where(patch, counted * tl.exp(found), counted)
+    counted = tl.where(there, counted * tl.exp(found), counted)
     tl.store(weight + image * t + everyone, counted, mask=inside)
 
 
@@ -140,6 +137,33 @@ def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     return pooled
 
 
+def prepare(
+    tokens: Tensor,
+    size: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
+    eta: float,
+    num_prefix: int,
+) -> Step:
+    """The step down the gradient of the bound that these tokens are to take."""
+    b, t, c = tokens.shape
+    tokens = tokens.contiguous()
+    pooled = _pool(tokens, size, num_prefix)
+    slope = unit_gradient(pooled, centroids, offsets, costs, beta, ZERO_LENGTH)
+    fall = pooled.new_empty(b, t - num_prefix)
+    width = fitting(c)
+    some = max(1, 8192 // width)
+    _descend_kernel[b, parts_of(t - num_prefix, some)](
+        tokens, pooled, slope, fall, t, num_prefix, c, ZERO_LENGTH,
+        TOKENS=some, WIDTH=width, num_warps=4,
+    )  # fmt: skip
+    return Step(fall, None if carry is None else carry.float(), gain, eta)
+
+
 def inform(
     tokens: Tensor,
     size: Tensor | None,
@@ -153,25 +177,15 @@ def inform(
     num_prefix: int,
 ) -> tuple[Tensor, Tensor]:
     """Logits of patches, one step down the gradient of the bound, and the weights of all tokens."""
-    b, t, c = tokens.shape
-    tokens = tokens.contiguous()
-    pooled = _pool(tokens, size, num_prefix)
-    slope = unit_gradient(pooled, centroids, offsets, costs, beta, ZERO_LENGTH)
-    logits = torch.empty(b, t - num_prefix, device=tokens.device, dtype=torch.float32)
-    weight = torch.empty(b, t, device=tokens.device, dtype=torch.float32)
+    step = prepare(tokens, size, carry, gain, centroids, offsets, costs, beta, eta, num_prefix)
+    (b, t), logits = tokens.shape[:2], torch.empty_like(step.fall)
+    weight = logits.new_empty(b, t)
     size_, stride = sizes_of(size, weight)
-    carry_, carry_stride = sizes_of(None if carry is None else carry.float(), weight)
-    everyone, width, many = fitting(t), fitting(c), t > MOST_AT_ONCE
-    if many:
-        _descend_kernel[b, parts_of(t, 256)](
-            tokens, pooled, slope, logits, t, num_prefix, c, ZERO_LENGTH,
-            TOKENS=256, CHANNELS=64, WIDTH=width, num_warps=8,
-        )  # fmt: skip
+    carry_, carry_stride = sizes_of(step.carry, weight)
     _step_kernel[(b,)](
-        tokens, pooled, slope, size_, carry_, weight if gain is None else gain, logits, weight,
-        t, num_prefix, c, stride, carry_stride, eta, ZERO_LENGTH, DESCENDED=many,
-        HAS_SIZE=size is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
-        TOKENS=everyone, CHANNELS=min(64, max(1, 16384 // everyone)), WIDTH=width,
-        num_warps=4 if everyone <= 128 else 8,
+        step.fall, carry_, weight if gain is None else gain, size_, logits, weight,
+        t, num_prefix, stride, carry_stride, eta,
+        HAS_CARRY=carry is not None, HAS_GAIN=gain is not None, HAS_SIZE=size is not None,
+        TOKENS=fitting(t), num_warps=2 if t <= 512 else 8,
     )  # fmt: skip
     return logits, weight
