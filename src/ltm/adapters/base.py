@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ltm.adapters.state import Record, Tokens, TokenState
+from ltm.core import fused
 from ltm.core.cost import meta_images, run_on_meta
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
@@ -140,6 +141,8 @@ class MergingMixin(nn.Module):
             grid_out = None if grid is None else site.grid_for(grid)
             num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
             if num_out < num_patches or merger.own_counts:
+                if fused.takes(z):
+                    z = z.contiguous()  # once, for all kernels
                 hints = Hints(
                     num_out=num_out,
                     grid_in=grid,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import fitting, parts_of, sizes_of
+from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
 
 @triton.jit
@@ -34,20 +34,21 @@ def _grid_kernel(
     first = tl.min(tl.where(parts != 0, down, HEIGHT), axis=0)
     last = tl.max(tl.where(parts != 0, down, -1), axis=0)
     found = tl.zeros((PLACES, CHANNELS), tl.float32)
-    total = tl.zeros((PLACES,), tl.float32)
+    weighed = tl.zeros((WIDTH,), tl.float32)
     for y in range(first, last + 1):
         x = tl.load(
             tokens + ((image * h + y) * w + across[:, None]) * c + channels[None],
             mask=inside[:, None] & known[None], other=0.0,
         )  # fmt: skip
-        share = tl.load(rows + y * h2 + row).to(tl.float32) * table
+        part = tl.load(rows + y * h2 + row).to(tl.float32)
+        share = part * table
         if HAS_WEIGHT:
             own = tl.load(weight + image * weight_stride + y * w + across, mask=inside, other=0.0)
+            weighed += part * own.to(tl.float32)
             share = share * own.to(tl.float32)[None]
-            total += tl.sum(share, axis=1)
         found = tl.dot(share.to(x.dtype), x, found, input_precision="ieee")
     if HAS_WEIGHT:
-        found = found / tl.maximum(total, 1e-6)[:, None]
+        found = found / tl.maximum(tl.sum(weighed[None] * table, axis=1), 1e-6)[:, None]
     tl.store(
         merged + ((image * h2 + row) * w2 + places[:, None]) * c + channels[None],
         found.to(merged.dtype.element_ty), mask=(places < w2)[:, None] & known[None],
@@ -63,11 +64,11 @@ def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Ten
     b, _, c = tokens.shape
     merged = tokens.new_empty(b, h2 * w2, c)
     weight_, stride = sizes_of(weight, merged)
-    some = 64 if c > 32 else 16
+    some = 16 if c <= 32 else 64 if b < FEW_IMAGES else 128
     _grid_kernel[b, h2, parts_of(c, some)](
         tokens.contiguous(), weight_, rows.contiguous(), columns.contiguous(), merged,
         h, w, h2, w2, c, stride, HAS_WEIGHT=weight is not None,
         HEIGHT=fitting(h), WIDTH=fitting(w, 16), PLACES=fitting(w2, 16), CHANNELS=some,
-        num_warps=2 if w <= 32 else 4,
+        num_warps=2 if w <= 32 else 4, num_stages=1,  # supports have few rows
     )  # fmt: skip
     return merged

@@ -18,6 +18,9 @@ from ltm.core.clustering import ZERO_LENGTH
 from ltm.core.kernels.gradient import unit_gradient
 from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
+LARGE_MAP = 1024
+"""More tokens of an image than this are added up by several warps."""
+
 
 class Step(NamedTuple):
     """One step down the gradient of the bound, before it is taken."""
@@ -129,10 +132,15 @@ def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     b, t, c = tokens.shape
     pooled = torch.empty(b, c, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, pooled)
-    channels, warps = (32, 4) if b < FEW_IMAGES else (64, 2 if tokens.element_size() == 2 else 4)
+    if b < FEW_IMAGES:
+        some, channels, warps = 256, 32, 4
+    elif t > LARGE_MAP:
+        some, channels, warps = 512, 32, 8
+    else:
+        some, channels, warps = 32, 64, 1
     _pool_kernel[b, parts_of(c, channels)](
         tokens, size_, pooled, t, num_prefix, c, stride,
-        HAS_SIZE=size is not None, TOKENS=256, CHANNELS=channels, num_warps=warps,
+        HAS_SIZE=size is not None, TOKENS=some, CHANNELS=channels, num_warps=warps,
     )  # fmt: skip
     return pooled
 
