@@ -11,7 +11,7 @@ import torch
 
 import ltm
 from ltm.cli import main
-from ltm.cli.benchmark import Results
+from ltm.cli.benchmark import Results, _leave_room  # pyright: ignore[reportPrivateUsage]
 from ltm.cli.entrants import Paddock, timed_entrant
 from ltm.cli.models import load_model
 from ltm.evaluation import latency
@@ -121,6 +121,18 @@ def test_a_saved_run_races_itself_without_merging(tmp_path: Path) -> None:
     base, saved = rows_of(tmp_path / "out")
     assert (base["method"], saved["method"]) == ("base", "saved")
     assert saved["gmacs"] < 0.81 * base["gmacs"]
+
+
+def test_a_run_on_a_gpu_leaves_the_processor_to_others() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        _leave_room(torch.device("cpu"))
+        assert torch.get_num_threads() == 4
+        _leave_room(torch.device("cuda"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_networks_are_made_while_nobody_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from ltm.cli.models import RATIO, load_model, refuse_given, split_methods
 from ltm.cli.results import check_folder
 
 if TYPE_CHECKING:
+    import torch
+
     from ltm.evaluation.latency import Conditions, Entrant, Timing
 
 
@@ -103,6 +105,7 @@ def benchmark(
     if "end-to-end" in scopes and data is None:
         raise ValueError("scope end-to-end needs images: give --data")
     where = local_device(device)
+    _leave_room(where)
     results = Results(output, where, keep=resume, settings={"modes": wanted_modes, "ratio": ratio})
     began = time.monotonic()
     images = None if data is None else Images(data, split, workers)
@@ -297,6 +300,14 @@ def _asked_for(
     check_methods(found, ratio_)
     models = ("vit_small_patch16_224",) if models is None else models
     return _some("models", models), found, ratio_
+
+
+def _leave_room(device: "torch.device") -> None:
+    """A GPU keeps few threads of the processor busy; more would be in the way of runs beside it."""
+    from torch import get_num_threads, set_num_threads
+
+    if device.type == "cuda":
+        set_num_threads(min(get_num_threads(), 2))
 
 
 def _check_minutes(minutes: float | None) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 PUBLISHED_TOME = "tome-reference"
 """ToMe's published algorithm in plain torch, on plain ViTs: in benchmarks only."""
 
-_SAMPLE = 16
-"""Images on which thresholds and statistics are set."""
+_SAMPLE, _COUNTED = 16, 8
+"""Images on which thresholds and statistics are set, and on which what they leave is counted."""
 
 _LTMP_NOTE = (
     "thresholds set on the timed images; batches padded to the longest image, masked when compiled"
@@ -34,10 +34,19 @@ def check_methods(methods: Sequence[str], ratio: float) -> None:
 
 def base_entrant(model: nn.Module, images: Tensor) -> Entrant:
     """The untouched network, which all others are measured against."""
-    from ltm.evaluation.cost import measured_gmacs
     from ltm.evaluation.latency import BASE, Entrant
 
-    return Entrant(method=BASE, model=model, gmacs=measured_gmacs(model, images[:1]))
+    return Entrant(method=BASE, model=model, gmacs=_gmacs(model, images))
+
+
+def _gmacs(model: nn.Module, images: Tensor) -> float:
+    """Counted without values, unless every image keeps a number of tokens of its own."""
+    from ltm.api import gmacs, mergers
+    from ltm.evaluation.cost import measured_gmacs
+
+    if any(merger.own_counts for _, merger in mergers(model)):
+        return measured_gmacs(model, images[:_COUNTED])
+    return gmacs(model, (images.shape[-2], images.shape[-1]))
 
 
 def timed_entrant(
@@ -48,11 +57,12 @@ def timed_entrant(
     LTM gets class statistics of random labels, so that its informative weights cost what they do
     after training; LTMP's thresholds are set so that it meets the ratio on `images`.
     """
-    from ltm.evaluation.cost import measured_gmacs
     from ltm.evaluation.latency import Entrant
 
     model = copy.deepcopy(model)
     if method.partition(":")[0] == PUBLISHED_TOME:
+        from ltm.evaluation.cost import measured_gmacs
+
         model, ratio = _published_tome(model, method, ratio)
         note = "published algorithm in plain torch, fused attention"
         return Entrant(
@@ -65,7 +75,7 @@ def timed_entrant(
     config = method_config(method, ratio)
     prepare_(model, config, images)
     note = _LTMP_NOTE if config.name == "ltmp" else ""
-    gmacs = measured_gmacs(model, images[: 8 if note else 1])
+    gmacs = _gmacs(model, images)
     if not training:
         from ltm.api import freeze_
 
@@ -170,7 +180,6 @@ class Paddock:
 
     def _make(self, method: str, training: bool) -> Entrant:
         from ltm.api import unmerge_tokens_
-        from ltm.evaluation.cost import measured_gmacs
         from ltm.evaluation.latency import BASE, Entrant
 
         images = self.batch(_SAMPLE).to(next(self.model.parameters()).device)
@@ -181,8 +190,7 @@ class Paddock:
         if method == BASE:
             return base_entrant(self.model, images)
         if self.saved:
-            gmacs = measured_gmacs(self.model, images)
-            return Entrant(method=method, model=self.model, gmacs=gmacs)
+            return Entrant(method=method, model=self.model, gmacs=_gmacs(self.model, images))
         return timed_entrant(self.model, method, self.ratio, images, training=training)
 
     def batch(self, batch_size: int) -> Tensor:
