@@ -185,25 +185,32 @@ def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
 
 
 @torch.no_grad()
-def inform(num_classes, images, dtype, autocast=False, num_tokens=40):
-    """The informative step against the plain one: logits and weights."""
+def informed(num_classes, width, **settings):
+    """An informative step with statistics."""
     torch.manual_seed(0)
-    step = InformativeStep(num_classes, 72, ltm.LTM(gain=1.0)).to(DEVICE)
-    features = torch.randn(4 * num_classes, 72, device=DEVICE) + 1
+    step = InformativeStep(num_classes, width, ltm.LTM(gain=1.0, **settings)).to(DEVICE)
+    features = torch.randn(4 * num_classes, width, device=DEVICE) + 1
     labels = torch.arange(4 * num_classes, device=DEVICE) % num_classes
     for _ in range(2):  # memberships need centroids
-        statistics = ClassStatistics.zeros(num_classes, 72, device=DEVICE)
+        statistics = ClassStatistics.zeros(num_classes, width, device=DEVICE)
         known = bool(step.present.any())
         near = class_membership(features, step.centroids, 10.0, step.present) if known else None
         statistics.update(features, labels, near)
         step.set_statistics_(statistics)
-    tokens = torch.randn(images, num_tokens, 72, device=DEVICE) + 1
+    return step
+
+
+@torch.no_grad()
+def inform(num_classes, images, dtype, autocast=False, num_tokens=40, width=72, k=1, **settings):
+    """The informative step against the plain one: logits and weights."""
+    step = informed(num_classes, width, **settings)
+    tokens = torch.randn(images, num_tokens, width, device=DEVICE) + 1
     size = torch.randint(1, 6, (images, num_tokens), device=DEVICE).float()
-    carry = torch.randn(images, num_tokens - 1, device=DEVICE)
-    expected = step(tokens[:, 1:], size[:, 1:], None, carry)
+    carry = torch.randn(images, num_tokens - k, device=DEVICE)
+    expected = step(tokens[:, k:], size[:, k:], None, carry)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        logits, weight = step.to(dtype).weigh(tokens.to(dtype), size, carry, 1)
-    weights = torch.cat([size[:, :1], size[:, 1:] * expected.exp()], dim=1)
+        logits, weight = step.to(dtype).weigh(tokens.to(dtype), size, carry, k)
+    weights = torch.cat([size[:, :k], size[:, k:] * expected.exp()], dim=1)
     return [
         float((logits - expected).abs().max()),
         float((weight / weights - 1).abs().max()),
@@ -211,17 +218,37 @@ def inform(num_classes, images, dtype, autocast=False, num_tokens=40):
 
 
 @torch.no_grad()
-def grid(sides, places, channels, weighed):
-    """The merge of a grid against the plain one: the largest difference."""
+def placed(images, k, dtype, prune=False, bare=False, num_leaving=15, **settings):
+    """Weighing and placing at once, against one after the other: places, weights, logits."""
+    known = informed(20, 24, **settings).to(dtype).for_kernels()
+    tokens = (torch.randn(images, 40 + k, 24, device=DEVICE) + 1).to(dtype)
+    size = None if bare else torch.randint(1, 6, tokens.shape[:2], device=DEVICE).float()
+    carry = None if bare else torch.randn(images, 40, device=DEVICE)
+    attention = torch.rand(tokens.shape[:2], device=DEVICE)
+    leaving = num_leaving, k, 1.0, 0.5, 1e-4, prune
+    logits, weight = kernels.inform(tokens, size, carry, *known, k)
+    expected = kernels.assign(tokens, size, attention, weight, *leaving)
+    found = kernels.inform_and_assign(tokens, size, attention, carry, *known, *leaving)
+    same = all(torch.equal(x, y) for x, y in zip(found[:3], expected[:3], strict=True))
+    return [
+        same,
+        float((found[3] - expected[3]).abs().max() / expected[3].abs().max()),
+        float((found[4] - logits).abs().max()),
+    ]
+
+
+@torch.no_grad()
+def grid(sides, places, channels, weighed, images=3, dtype=torch.float32):
+    """The merge of a grid against the plain one in float32: the largest difference."""
     torch.manual_seed(0)
     rows, columns = (Axis(n, p)(n, p, 0.0).to(DEVICE) for n, p in zip(sides, places, strict=True))
-    tokens = torch.randn(3, sides[0] * sides[1], channels, device=DEVICE)
-    weight = torch.rand(3, sides[0] * sides[1], device=DEVICE) if weighed else None
+    tokens = torch.randn(images, sides[0] * sides[1], channels, device=DEVICE)
+    weight = torch.rand(images, sides[0] * sides[1], device=DEVICE) if weighed else None
     merge = GridMerge(rows=rows, columns=columns, weight=weight)
     expected = merge(tokens)
     fused.enable()
     try:
-        return float((merge(tokens) - expected).abs().max())
+        return float((merge(tokens.to(dtype)).float() - expected).abs().max())
     finally:
         fused.enable(False)
 
@@ -302,12 +329,20 @@ def main():
         "inform": {
             **{
                 f"{y} of {images}": inform(y, images, torch.float32)
-                for y, images in ((3, 17), (130, 2), (1000, 1))
+                for y, images in ((3, 17), (130, 2), (1000, 1), (1030, 2))
             },
             "autocast": inform(70, 18, torch.float32, autocast=True),
-            "many tokens": inform(3, 2, torch.float32, num_tokens=600),
+            "large maps": inform(3, 16, torch.float32, num_tokens=1100, width=8, k=0),
+            "raw": inform(9, 2, torch.float32, k=5, step="raw"),
         },
-        "inform half": inform(150, 2, torch.float16),
+        "inform half": [inform(150, images, torch.float16) for images in (2, 18)],
+        "placed": {
+            "no prefix": placed(2, 0, torch.float32),
+            "pruned": placed(2, 1, torch.float32, prune=True),
+            "registers": placed(2, 5, torch.float32, bare=True, step="raw"),
+            "nobody leaves": placed(1, 1, torch.float32, num_leaving=0),
+            "many": placed(17, 1, torch.float16),
+        },
         "mixed": [
             mixed(images, num_tokens, dtype, padding)
             for images, num_tokens, padding in ((17, 77, 3), (3, 77, 0), (2, 37, 11))
@@ -325,6 +360,11 @@ def main():
             grid((8, 8), (6, 6), 40, weighed=False),
             grid((9, 17), (5, 9), 72, weighed=True),
             grid((4, 33), (4, 20), 1, weighed=True),
+            grid((4, 5), (3, 5), 130, weighed=True, images=16),
+        ],
+        "grids in half": [
+            grid((4, 5), (3, 5), channels, weighed, images=16, dtype=torch.float16)
+            for channels, weighed in ((40, True), (130, True), (130, False))
         ],
         "families": {
             f"{family} {weights}": whole(

@@ -49,7 +49,7 @@ def test_all_methods_race_the_untouched_network(
         for row in found[1:]:
             ratio = 0.9 if row["method"] == "ltm:ratio=0.9" else 0.85
             assert row["ratio"] == ratio
-            assert row["gmacs"] <= (ratio + 0.021) * base["gmacs"]
+            assert (ratio - 0.1) * base["gmacs"] < row["gmacs"] <= (ratio + 0.021) * base["gmacs"]
     text = capsys.readouterr().out
     assert f"{len(rows)} rows are in" in text
     assert "images/s" in text

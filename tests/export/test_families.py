@@ -29,8 +29,8 @@ METHODS: dict[str, MethodConfig] = {
 GRIDS = ("swin", "mobilevit", "efficientvit")
 # On grids LTM is static unless told otherwise; ToFu is ToMe but for what becomes of a pair.
 CASES = [("vit", method) for method in METHODS] + [
-    *((family, method) for family in GRIDS for method in ("ltm", "tome", "ltmp")),
-    ("efficientvit", "tofu"),
+    *((family, method) for family in GRIDS for method in ("ltm", "ltmp")),
+    *(("swin", "tome"), ("mobilevit", "tome"), ("efficientvit", "tofu")),
 ]
 QUICK = {("vit", "ltm"), ("vit", "ltm_static")}
 

@@ -141,7 +141,7 @@ class MergingMixin(nn.Module):
             grid_out = None if grid is None else site.grid_for(grid)
             num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
             if num_out < num_patches or merger.own_counts:
-                if fused.takes(z):
+                if not z.is_contiguous() and fused.takes(z):
                     z = z.contiguous()  # once, for all kernels
                 hints = Hints(
                     num_out=num_out,

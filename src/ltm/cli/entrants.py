@@ -180,6 +180,7 @@ class Paddock:
 
     def _make(self, method: str, training: bool) -> Entrant:
         from ltm.api import unmerge_tokens_
+        from ltm.evaluation.cost import measured_gmacs
         from ltm.evaluation.latency import BASE, Entrant
 
         images = self.batch(_SAMPLE).to(next(self.model.parameters()).device)
@@ -189,8 +190,9 @@ class Paddock:
             return base_entrant(base, images)
         if method == BASE:
             return base_entrant(self.model, images)
-        if self.saved:
-            return Entrant(method=method, model=self.model, gmacs=_gmacs(self.model, images))
+        if self.saved:  # as it was saved: what rests in it is not counted
+            gmacs = measured_gmacs(self.model, images[:_COUNTED])
+            return Entrant(method=method, model=self.model, gmacs=gmacs)
         return timed_entrant(self.model, method, self.ratio, images, training=training)
 
     def batch(self, batch_size: int) -> Tensor:

@@ -103,9 +103,9 @@ def inform_and_assign(
     least: float,
     prune: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`assign` with the weights of `inform`, and its logits.
+    """`assign` with the weights that `inform` would give, and its logits.
 
-    Neither waits for the other in a CUDA graph for few images.
+    In a CUDA graph for few images the gradient is found while pairs are compared.
     """
     return *_places(tokens, num_leaving), _logits(tokens, num_prefix)
 

@@ -20,7 +20,8 @@ from ltm.core.kernels.launch import fitting, parts_of
 from ltm.core.precision import full_precision
 
 MOST_IMAGES, MOST_CLASSES = 8, 1024
-"""More than these are compared with each other in products, which read the classes only once."""
+"""Up to these each image reads the classes itself, in float32; beyond, products read them once for
+all images, in the precision of the classes."""
 
 
 @triton.jit

@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
+from ltm.core.kernels.launch import FEW_IMAGES, fitting, has_room, parts_of, sizes_of
+
+ROOM = 96 * 1024
+"""Bytes of shared memory of GPUs that have the registers for wide tiles."""
 
 
 @triton.jit
@@ -44,8 +47,9 @@ def _grid_kernel(
         share = part * table
         if HAS_WEIGHT:
             own = tl.load(weight + image * weight_stride + y * w + across, mask=inside, other=0.0)
-            weighed += part * own.to(tl.float32)
-            share = share * own.to(tl.float32)[None]
+            own = tl.minimum(own.to(tl.float32), 32768.0)  # half precision holds twice of that
+            weighed += part * own
+            share = share * own[None]
         found = tl.dot(share.to(x.dtype), x, found, input_precision="ieee")
     if HAS_WEIGHT:
         found = found / tl.maximum(tl.sum(weighed[None] * table, axis=1), 1e-6)[:, None]
@@ -64,7 +68,9 @@ def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Ten
     b, _, c = tokens.shape
     merged = tokens.new_empty(b, h2 * w2, c)
     weight_, stride = sizes_of(weight, merged)
-    some = 16 if c <= 32 else 64 if b < FEW_IMAGES else 128
+    half = tokens.element_size() == 2
+    wide = c > 64 and b >= FEW_IMAGES and half and has_room(tokens.device, ROOM)
+    some = 16 if c <= 32 else 128 if wide else 64
     _grid_kernel[b, h2, parts_of(c, some)](
         tokens.contiguous(), weight_, rows.contiguous(), columns.contiguous(), merged,
         h, w, h2, w2, c, stride, HAS_WEIGHT=weight is not None,

@@ -261,9 +261,9 @@ def place(
     least: float,
     prune: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Every token's place after the merge, who stays, who leaves, what each weighs; logits.
+    """Every token's place after the merge, who stays, who leaves, what each weighs; its logits.
 
-    Without a step there are none.
+    Those are there after a step only.
     """
     (b, n), device = pairs.rank.shape, pairs.rank.device
     t = n + num_prefix
@@ -271,7 +271,7 @@ def place(
     stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
     leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
     weighed = torch.empty(b, t, device=device, dtype=torch.float32)
-    logits = weighed.new_empty(0 if step is None else (b, n))
+    logits = weighed if step is None else weighed.new_empty(b, n)
     size_, stride = sizes_of(size, weighed)
     weight_, weight_stride = sizes_of(weight, weighed)
     fall, carry, gain, eta = (weighed, None, None, 0.0) if step is None else step
@@ -328,7 +328,10 @@ def inform_and_assign(
     least: float,
     prune: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`assign` with the weights of `inform`, and its logits: pairs are compared meanwhile."""
+    """`assign` with the weights that `inform` would give, and its logits.
+
+    Pairs are compared beside the gradient; the step is taken where tokens are placed.
+    """
     tokens = tokens.contiguous()
     attention = None if attention is None else attention.float()
     with branch(tokens) as join:

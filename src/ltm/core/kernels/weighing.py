@@ -19,7 +19,7 @@ from ltm.core.kernels.gradient import unit_gradient
 from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
 LARGE_MAP = 1024
-"""More tokens of an image than this are added up by several warps."""
+"""More tokens than this of each of many images are added up by several warps."""
 
 
 class Step(NamedTuple):
@@ -28,7 +28,7 @@ class Step(NamedTuple):
     fall: Tensor
     """How far the bound falls as each patch gains weight, `b n`."""
     carry: Tensor | None
-    """Where patches stand before it, `b n`."""
+    """Where patches stand before it, `_ n`."""
     gain: Tensor | None
     """How long a step is that is measured by its own spread."""
     eta: float
