@@ -4,7 +4,7 @@ Every call of `ltm benchmark` is one network at one batch size. Calls of a wave 
 side and are timed one after the other, so that nothing is prepared while something is timed. Rows
 that are there already are left out; a call that fails or takes too long leaves the others alone.
 
-python benchmarks/speed_grid.py --output results/speed
+python benchmarks/speed_grid.py
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def run(wave: Sequence[Call], output: Path, seconds: float, options: Sequence[st
 def main() -> None:
     """Go through the waves of every part."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, default=Path("results/speed"))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=(*VITS, *GRIDS), default=(*VITS, *GRIDS))
     parser.add_argument("--batch-sizes", nargs="+", type=int, help="all of the parts unless given")
@@ -156,7 +156,8 @@ def main() -> None:
         ]
         for wave in waves(calls, args.processes):
             if args.dry_run:
-                print(*(" ".join(call.command(args.output)[1:]) for call in wave), "", sep="\n")
+                lines = (call.command(args.output)[1:] for call in wave)
+                print(*(" ".join(("python", *line, *args.options)) for line in lines), "", sep="\n")
             elif args.minutes is None or time.monotonic() - began < 60 * args.minutes:
                 run(wave, args.output, args.seconds, args.options)
 

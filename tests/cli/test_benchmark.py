@@ -68,7 +68,9 @@ def test_a_grid_is_gathered_over_several_runs_each_with_its_base(
 
     assert go("--methods", "tome", "--batch-sizes", "2") == 0
     assert go("--methods", "tome", "--batch-sizes", "2") == 2
-    assert "use --overwrite" in capsys.readouterr().err
+    assert "use --resume to add to them, or --overwrite" in capsys.readouterr().err
+    assert go("--methods", "tome", "--resume", "--overwrite") == 2
+    assert "no --overwrite" in capsys.readouterr().err
     assert go("--methods", "tome,tofu", "--batch-sizes", "2,3", "--resume") == 0
     assert [(row["run"], row["batch_size"], row["method"]) for row in rows_of(tmp_path)] == [
         (1, 2, "base"),
@@ -133,6 +135,45 @@ def test_a_run_on_a_gpu_leaves_the_processor_to_others() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_runs_that_begin_at_once_keep_each_others_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results.race
+    options = ["--methods", "tome", "--ratio", "0.85", "--output", str(tmp_path)]
+
+    def meanwhile(self: Results, *args: Any) -> None:
+        monkeypatch.setattr(Results, "race", results)
+        assert main(["benchmark", *QUICK, *options, "--batch-sizes", "1"]) == 0
+        self.race(*args)
+
+    monkeypatch.setattr(Results, "race", meanwhile)
+    assert main(["benchmark", *QUICK, *options, "--batch-sizes", "2"]) == 0
+    found = [(row["run"], row["batch_size"], row["method"]) for row in rows_of(tmp_path)]
+    assert found == [(1, 1, "base"), (1, 1, "tome"), (2, 2, "base"), (2, 2, "tome")]
+
+
+def test_wrong_names_are_found_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--models", "test_vit,vit_smal_patch16_224", "--output", str(tmp_path / "out")]
+    assert main(["benchmark", *options]) == 2
+    assert "vit_small_patch16_224" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_nothing_could_run_the_command_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--methods", "ltm:ratio=0.05", "--batch-sizes", "1", "--output", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main(["benchmark", *QUICK, *options])
+    assert ended.value.code == 1
+    (row,) = rows_of(tmp_path)
+    assert row["ratio"] == 0.05
+    assert "ratio: got 0.05" in row["error"]
+    assert row["error"] in capsys.readouterr().out
 
 
 def test_networks_are_made_while_nobody_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

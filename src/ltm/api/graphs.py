@@ -44,7 +44,10 @@ def capture(model: Callable[[Tensor], Any], images: Tensor) -> Captured:
     not to be changed afterwards; `images` are on its device and in its precision.
     """
     if images.device.type != "cuda":
-        raise ValueError(f"images: they are on {images.device}; CUDA graphs need an NVIDIA GPU.")
+        raise ValueError(
+            f"images: they are on {images.device}; CUDA graphs need an NVIDIA GPU, with model and "
+            "images on it. Elsewhere call the model itself, or compile it."
+        )
     if getattr(model, "training", False):
         raise ValueError("model: it is in training mode; call model.eval() first.")
     return Captured(model, images)

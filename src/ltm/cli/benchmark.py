@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ltm.cli.entrants import Images, Paddock, check_methods
-from ltm.cli.hosts import SizeError
+from ltm.cli.hosts import SizeError, check_name
 from ltm.cli.images import require_least
 from ltm.cli.models import RATIO, load_model, refuse_given, split_methods
 from ltm.cli.results import check_folder
@@ -60,8 +60,9 @@ def benchmark(
 
     Args:
         models: timm's names, vit_small_patch16_224 unless given.
-        methods: tome and ltm unless given; such as tofu, ltmp, ltm-static, tome-reference (the
-            published code's algorithm), or with settings, ltm:ratio=0.5,sites=3+5+8.
+        methods: tome and ltm unless given; such as tofu, ltmp, ltm-static, ltm-uniform (matching
+            alone), tome-reference (the published code's algorithm), or with settings,
+            ltm:ratio=0.5,sites=3+5+8.
         ratio: share of the multiply-adds that may remain, 0.7 unless given.
         batch_sizes: images per batch.
         modes: eager, compiled, cudagraph, compiled-cudagraph, onnxruntime.
@@ -81,14 +82,14 @@ def benchmark(
         device: auto, cpu, cuda or cuda:N.
         minutes: start no further race after this many.
         output: folder for metrics.json and table.md.
-        resume: add to the results there, leaving out what they hold already.
+        resume: add to the results there, leaving out what they hold already, however many rounds.
         overwrite: replace the results there.
     """
     from ltm.evaluation.latency import DTYPES
     from ltm.evaluation.processes import local_device
     from ltm.evaluation.runners import MODES
 
-    check_folder(output, overwrite=overwrite or resume)
+    _check_output(output, resume=resume, overwrite=overwrite)
     wanted_modes = _listed("modes", modes, MODES)
     grid = Grid(
         batch_sizes=[_positive("batch_sizes", text) for text in _some("batch_sizes", batch_sizes)],
@@ -106,7 +107,9 @@ def benchmark(
         raise ValueError("scope end-to-end needs images: give --data")
     where = local_device(device)
     _leave_room(where)
-    results = Results(output, where, keep=resume, settings={"modes": wanted_modes, "ratio": ratio})
+    settings: dict[str, object] = {"modes": wanted_modes, "ratio": ratio}
+    # Others may have begun at the same time: what they add stays.
+    results = Results(output, where, keep=not overwrite, settings=settings)
     began = time.monotonic()
     images = None if data is None else Images(data, split, workers)
     try:
@@ -139,6 +142,7 @@ def benchmark(
         raise SystemExit(130) from None
     finally:
         results.close()
+    results.require_one()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +191,7 @@ class Results:
         self.file.start_run(self.environment, settings)
         self.turns = Turns(None if path is None else path.with_suffix(".turns"))
         self.output = output
+        self._ran: list[bool] = []
         packages = ", ".join(f"{n} {v}" for n, v in self.environment.packages.items())
         print(f"{self.environment.device}, {packages}", flush=True)
 
@@ -201,7 +206,8 @@ class Results:
                 try:
                     entrant = paddock.entrant(method, training=training)
                 except ValueError as error:
-                    rows += did_not_run(method, paddock.ratio, conditions, modes, str(error))
+                    ratio = paddock.ratio_of(method)
+                    rows += did_not_run(method, ratio, conditions, modes, str(error))
                     continue
                 if not self._held(entrant, conditions, modes):
                     ready.append(entrant)
@@ -234,7 +240,13 @@ class Results:
         title = f"{conditions.model}, batch {conditions.batch_size}, {conditions.dtype}"
         print(f"\n{title}, {conditions.scope}:", flush=True)
 
+    def require_one(self) -> None:
+        """Fail where there were rows, and all of them say why they did not run."""
+        if self._ran and not any(self._ran):
+            raise SystemExit(1)
+
     def _add(self, rows: "list[Timing]") -> None:
+        self._ran += [row.milliseconds is not None for row in rows]
         self.file.add(rows)
         for row in rows:
             print(f"  {_line(row)}", flush=True)
@@ -285,6 +297,13 @@ def _some(name: str, texts: Iterable[str]) -> list[str]:
     return found
 
 
+def _check_output(output: Path | None, *, resume: bool, overwrite: bool) -> None:
+    if resume and (overwrite or output is None):
+        raise ValueError("--resume adds to the results in --output: give that, and no --overwrite")
+    ways = "use --resume to add to them, or --overwrite"
+    check_folder(output, overwrite=overwrite or resume, other_ways=ways)
+
+
 def _asked_for(
     run: Path | None,
     models: tuple[str, ...] | None,
@@ -298,8 +317,10 @@ def _asked_for(
         return [str(run)], [], ratio_
     found = split_methods(("tome", "ltm") if methods is None else methods)
     check_methods(found, ratio_)
-    models = ("vit_small_patch16_224",) if models is None else models
-    return _some("models", models), found, ratio_
+    names = _some("models", ("vit_small_patch16_224",) if models is None else models)
+    for name in names:
+        check_name(name)
+    return names, found, ratio_
 
 
 def _leave_room(device: "torch.device") -> None:

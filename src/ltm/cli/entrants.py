@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ltm.evaluation.latency import Entrant
+    from ltm.methods import MethodConfig
 
 PUBLISHED_TOME = "tome-reference"
 """ToMe's published algorithm in plain torch, on plain ViTs: in benchmarks only."""
@@ -29,7 +30,12 @@ _LTMP_NOTE = (
 def check_methods(methods: Sequence[str], ratio: float) -> None:
     """Refuse what is no method, before anything is made."""
     for method in methods:
-        method_config(method.replace(PUBLISHED_TOME, "tome", 1), ratio)
+        _config(method, ratio)
+
+
+def _config(method: str, ratio: float) -> MethodConfig:
+    """The config of a method; the published ToMe has ours."""
+    return method_config(method.replace(PUBLISHED_TOME, "tome", 1), ratio)
 
 
 def base_entrant(model: nn.Module, images: Tensor) -> Entrant:
@@ -113,9 +119,8 @@ def _published_tome(model: nn.Module, method: str, ratio: float) -> tuple[nn.Mod
     """As many tokens leave in each block as with our ToMe at the same ratio."""
     from ltm.api import merge_tokens_, token_counts, unmerge_tokens_
     from ltm.evaluation.reference_tome import ReferenceToMe
-    from ltm.methods import ToMe
 
-    config = method_config(method.replace(PUBLISHED_TOME, ToMe.name, 1), ratio)
+    config = _config(method, ratio)
     report = merge_tokens_(model, config)
     counts = [report.sites[0].num_in, *token_counts(model)]
     unmerge_tokens_(model)
@@ -164,6 +169,10 @@ class Paddock:
         self.methods = ["saved"] if self.saved else list(methods)
         self.image_size = image_size_of(model)
         self._made: dict[tuple[str, bool], Entrant | ValueError] = {}
+
+    def ratio_of(self, method: str) -> float | None:
+        """The share of multiply-adds that a method is to keep."""
+        return _config(method, self.ratio).ratio
 
     def entrant(self, method: str, *, training: bool) -> Entrant:
         """An entrant; one that cannot be made raises the same ValueError each time."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ltm.cli.images import require_least
-from ltm.cli.models import load_model, method_config
+from ltm.cli.models import RATIO, load_model, method_config
 from ltm.cli.progress import Progress
 from ltm.cli.results import check_folder, write_metrics
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ltm.export.job import Export
+    from ltm.methods import MethodConfig
 
 
 def export(
@@ -24,7 +25,7 @@ def export(
     pretrained: bool = False,
     weights: Path | None = None,
     method: str | None = None,
-    ratio: float = 0.7,
+    ratio: float | None = None,
     formats: tuple[Literal["onnx", "program", "openvino"], ...] = ("onnx",),
     int8: tuple[Literal["accurate", "small", "dynamic", "convolutional"], ...] = (),
     data: str = "shapes",
@@ -57,7 +58,7 @@ def export(
         pretrained: take timm's own weights.
         weights: take those of a file in timm's keys, .safetensors or .pth; nothing is unpickled.
         method: merge tokens first, such as ltm, tome or ltm:support=learned.
-        ratio: share of the multiply-adds that may remain.
+        ratio: share of the multiply-adds that may remain with --method, 0.7 unless given.
         formats: what to write.
         int8: int8 versions to add: accurate, small (all linear layers), dynamic (no calibration
             images needed) or convolutional.
@@ -82,6 +83,9 @@ def export(
         if not given:
             raise ValueError(f"{name}: there is none; give at least one")
     require_least("batch-sizes", min(batch_sizes))
+    config = None if method is None else method_config(method, RATIO if ratio is None else ratio)
+    if config is None and ratio is not None:
+        raise ValueError("--ratio goes with --method; a saved run has its own")
     if int8 and data == "shapes" and weights is not None:
         raise ValueError("data: int8 needs images of the network's own kind; give --data")
 
@@ -95,10 +99,10 @@ def export(
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
-        merges=method is not None,
+        merges=config is not None,
     )
-    if method is not None:
-        _merge_(network, method, ratio)
+    if config is not None:
+        _merge_(network, config)
     parts = part_images(
         data, split=split, images=images, calibration_images=calibration_images if int8 else 0
     )
@@ -118,12 +122,12 @@ def export(
     write_metrics(output, metrics)
 
 
-def _merge_(network: nn.Module, method: str, ratio: float) -> None:
+def _merge_(network: nn.Module, config: MethodConfig) -> None:
     from ltm.api import is_merging, merge_tokens_
 
     if is_merging(network):
         raise ValueError("method: a saved run merges already; leave --method out")
-    merge_tokens_(network, method_config(method, ratio))
+    merge_tokens_(network, config)
 
 
 def _job(

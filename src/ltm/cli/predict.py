@@ -161,6 +161,8 @@ def _network(run: Path | None, model: str | None, options: dict[str, Any]) -> Kn
     """The same of a network."""
     from ltm.export.information import describe, saved_class_names
 
+    if run is None and model is None:
+        raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
     scores: Any = load_model(model, run=run, **options)
     if not getattr(scores, "num_classes", 0):
         raise ValueError("model: it has no classes to predict; take one with a head")

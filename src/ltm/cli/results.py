@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
+def check_folder(
+    output: Path | None, *, overwrite: bool = True, other_ways: str = "use --overwrite"
+) -> None:
     """Say before any work is done that `output` cannot be a folder of results; nothing stays.
 
     Without `overwrite` a folder that holds another run's results is refused.
@@ -26,8 +28,8 @@ def check_folder(output: Path | None, *, overwrite: bool = True) -> None:
         ) from error
     if not overwrite and (output / "metrics.json").exists():
         raise FileExistsError(
-            f"output {output} holds the results of another run: choose another folder, or use "
-            "--overwrite"
+            f"output {output} holds the results of another run: choose another folder, or "
+            f"{other_ways}"
         )
 
 

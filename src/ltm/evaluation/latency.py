@@ -151,13 +151,13 @@ def race(
     }
     with turns.timing():
         times = interleaved(calls, batch.device, rounds=conditions.rounds, warmup=conditions.warmup)
-    per_turn = 1 if loader is None else len(loader)
-    for index, values in times.items():
-        lanes[int(index)].times = [value / per_turn for value in values]
-    rows = _rows(lanes, conditions)
-    calls.clear()
-    lanes.clear()
-    _free(batch.device)
+        per_turn = 1 if loader is None else len(loader)
+        for index, values in times.items():
+            lanes[int(index)].times = [value / per_turn for value in values]
+        rows = _rows(lanes, conditions)
+        calls.clear()
+        lanes.clear()
+        _free(batch.device)  # before the next is timed
     return rows
 
 
@@ -300,7 +300,8 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None and not isinstance(error, ValueError):
         error = error.__cause__
     lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"[:300]
+    kind = "" if isinstance(error, ValueError) and lines else f"{type(error).__name__}: "
+    return f"{kind}{lines[0] if lines else 'no reason given'}"[:300]
 
 
 def _free(device: torch.device) -> None:

@@ -73,6 +73,8 @@ class OnnxForward:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
+        # Its threads would otherwise go on turning in the next one's time.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
             with torch.no_grad(), _plain_attention(model):

@@ -109,7 +109,8 @@ def _identity(row: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 _LEGEND = (
-    "Times are medians of interleaved rounds; ratios are medians within rounds with 95% intervals, "
+    "Times are medians of interleaved rounds; ratios are medians within rounds with 95% intervals "
+    "(with fewer than six rounds, their range), "
     "above 1 is faster than the original with fused attention and patches embedded by a product."
 )
 _COLUMNS = (

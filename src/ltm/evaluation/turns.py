@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 try:
     import fcntl
 except ImportError:  # pragma: no cover - Windows has no such locks: nobody waits there
     fcntl = None
+
+
+SECONDS_TO_END = 1.0
+"""How long a process may be busy with its end after its last turn."""
 
 
 class Turns:
@@ -40,8 +46,21 @@ class Turns:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            if alone:
+                _wait_alone(file)
+            else:
+                fcntl.flock(file, fcntl.LOCK_SH)
             try:
                 yield
             finally:  # now, though loader processes may have inherited the file
                 fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _wait_alone(file: IO[str]) -> None:
+    """Wait until nobody else is in, and until whoever was last has come to its end."""
+    assert fcntl is not None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        time.sleep(SECONDS_TO_END)

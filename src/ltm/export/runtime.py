@@ -22,6 +22,8 @@ class OnnxModel:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 3
+        # Its threads would otherwise keep the processor from what comes between two batches.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
             self.session = onnxruntime.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"]
