@@ -11,9 +11,10 @@ import torch
 
 import ltm
 from ltm.cli import main
-from ltm.cli.benchmark import Results, _leave_room  # pyright: ignore[reportPrivateUsage]
+from ltm.cli.benchmark import _leave_room  # pyright: ignore[reportPrivateUsage]
 from ltm.cli.entrants import Paddock, timed_entrant
 from ltm.cli.models import load_model
+from ltm.cli.races import Results
 from ltm.evaluation import latency
 from ltm.evaluation.turns import Turns
 

@@ -11,6 +11,8 @@ an image in the classes, psi what each class costs it.
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,18 @@ from ltm.core.precision import full_precision
 MOST_IMAGES, MOST_CLASSES = 8, 1024
 """Up to these each image reads the classes itself, in float32; beyond, products read them once for
 all images, in the precision of the classes."""
+
+
+class Classes(NamedTuple):
+    """What is known of the classes."""
+
+    centroids: Tensor
+    """`y c`."""
+    offsets: Tensor
+    """What the membership needs of the classes alone, `y`."""
+    costs: Tensor
+    """What a class costs an image of another, `y y`."""
+    beta: float
 
 
 @triton.jit
@@ -126,10 +140,9 @@ def _sum_kernel(
     tl.store(sums + image * m + columns, found, mask=columns < m)
 
 
-def _one_by_one(
-    pooled: Tensor, centroids: Tensor, offsets: Tensor, costs: Tensor, beta: float, zero: float
-) -> Tensor:
+def _one_by_one(pooled: Tensor, classes: Classes, zero: float) -> Tensor:
     """`unit_gradient` image by image: rows and columns of the classes are spread over the GPU."""
+    centroids, offsets, costs, beta = classes
     (b, c), y = pooled.shape, centroids.shape[0]
     logits, psi, slope = pooled.new_empty(b, y), pooled.new_empty(b, y), torch.empty_like(pooled)
     width, everyone, columns = fitting(c), fitting(y), 8 if b == 1 else 16
@@ -146,14 +159,13 @@ def _one_by_one(
     return slope
 
 
-def unit_gradient(
-    pooled: Tensor, centroids: Tensor, offsets: Tensor, costs: Tensor, beta: float, zero: float
-) -> Tensor:
+def unit_gradient(pooled: Tensor, classes: Classes, zero: float) -> Tensor:
     """The gradient of the bound with respect to the mean patch over its length, `b c`."""
-    (b, c), y = pooled.shape, centroids.shape[0]
+    centroids, offsets, costs, beta = classes
     centroids, costs = centroids.contiguous(), costs.contiguous()
+    (b, c), y = pooled.shape, centroids.shape[0]
     if b <= MOST_IMAGES and y <= MOST_CLASSES:
-        return _one_by_one(pooled, centroids, offsets, costs, beta, zero)
+        return _one_by_one(pooled, Classes(centroids, offsets, costs, beta), zero)
     logits = pooled.new_empty(b, y)
     phi = centroids.new_empty(b, y)
     warps, stages = (2, 4) if centroids.element_size() == 2 else (4, 3)

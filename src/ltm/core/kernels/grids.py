@@ -11,10 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.core.kernels.launch import FEW_IMAGES, fitting, has_room, parts_of, sizes_of
-
-ROOM = 96 * 1024
-"""Bytes of shared memory of GPUs that have the registers for wide tiles."""
+from ltm.core.kernels.launch import FEW_IMAGES, ROOM, fitting, has_room, parts_of, sizes_of
 
 
 @triton.jit

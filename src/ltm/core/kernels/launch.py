@@ -13,6 +13,8 @@ from torch import Tensor
 
 FEW_IMAGES = 16
 """Batches below this leave most of a GPU idle: smaller programs finish earlier."""
+ROOM = 96 * 1024
+"""Bytes of shared memory that the largest tiles take; GPUs with less have too few registers too."""
 
 
 def parts_of(number: int, size: int) -> int:

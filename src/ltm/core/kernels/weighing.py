@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ltm.core.clustering import ZERO_LENGTH
-from ltm.core.kernels.gradient import unit_gradient
+from ltm.core.kernels.gradient import Classes, unit_gradient
 from ltm.core.kernels.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
 LARGE_MAP = 1024
@@ -145,23 +145,12 @@ def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
     return pooled
 
 
-def prepare(
-    tokens: Tensor,
-    size: Tensor | None,
-    carry: Tensor | None,
-    gain: Tensor | None,
-    centroids: Tensor,
-    offsets: Tensor,
-    costs: Tensor,
-    beta: float,
-    eta: float,
-    num_prefix: int,
-) -> Step:
-    """The step down the gradient of the bound that these tokens are to take."""
+def descent(tokens: Tensor, size: Tensor | None, classes: Classes, num_prefix: int) -> Tensor:
+    """How far the bound falls as each patch gains weight, `b n`."""
     b, t, c = tokens.shape
     tokens = tokens.contiguous()
     pooled = _pool(tokens, size, num_prefix)
-    slope = unit_gradient(pooled, centroids, offsets, costs, beta, ZERO_LENGTH)
+    slope = unit_gradient(pooled, classes, ZERO_LENGTH)
     fall = pooled.new_empty(b, t - num_prefix)
     width = fitting(c)
     some = max(1, 8192 // width)
@@ -169,7 +158,7 @@ def prepare(
         tokens, pooled, slope, fall, t, num_prefix, c, ZERO_LENGTH,
         TOKENS=some, WIDTH=width, num_warps=4,
     )  # fmt: skip
-    return Step(fall, None if carry is None else carry.float(), gain, eta)
+    return fall
 
 
 def inform(
@@ -185,13 +174,13 @@ def inform(
     num_prefix: int,
 ) -> tuple[Tensor, Tensor]:
     """Logits of patches, one step down the gradient of the bound, and the weights of all tokens."""
-    step = prepare(tokens, size, carry, gain, centroids, offsets, costs, beta, eta, num_prefix)
-    (b, t), logits = tokens.shape[:2], torch.empty_like(step.fall)
+    fall = descent(tokens, size, Classes(centroids, offsets, costs, beta), num_prefix)
+    (b, t), logits = tokens.shape[:2], torch.empty_like(fall)
     weight = logits.new_empty(b, t)
     size_, stride = sizes_of(size, weight)
-    carry_, carry_stride = sizes_of(step.carry, weight)
+    carry_, carry_stride = sizes_of(None if carry is None else carry.float(), weight)
     _step_kernel[(b,)](
-        step.fall, carry_, weight if gain is None else gain, size_, logits, weight,
+        fall, carry_, weight if gain is None else gain, size_, logits, weight,
         t, num_prefix, stride, carry_stride, eta,
         HAS_CARRY=carry is not None, HAS_GAIN=gain is not None, HAS_SIZE=size is not None,
         TOKENS=fitting(t), num_warps=2 if t <= 512 else 8,
