@@ -77,10 +77,10 @@ def modes() -> Iterator[Call]:
 def compiled() -> Iterator[Call]:
     """Compiled and captured, the best mode of all: the peers on ViTs only, for want of time."""
     for batch_size, model in itertools.product((512, 128), (*VITS, *GRIDS)):
-        peers = ("tome",) if model in VITS else ()
+        peers = PEERS if model in VITS else ()
         yield Call(model, (*peers, *ours(model)), batch_size, ("compiled-cudagraph",), 11)
     for batch_size, model in itertools.product((8, 1), VITS):
-        yield Call(model, ("tome", *ours(model)), batch_size, ("compiled-cudagraph",), 15)
+        yield Call(model, (*PEERS, *ours(model)), batch_size, ("compiled-cudagraph",), 15)
 
 
 def ratios() -> Iterator[Call]:

@@ -37,6 +37,7 @@ def benchmark(
     warmup: int = 3,
     channels_last: bool = False,
     device: str = "auto",
+    seed: int = 0,
     minutes: float | None = None,
     output: Path | None = None,
     resume: bool = False,
@@ -77,11 +78,14 @@ def benchmark(
         warmup: calls before the first round.
         channels_last: keep images in this layout, which suits convolutions.
         device: auto, cpu, cuda or cuda:N.
+        seed: of untrained networks.
         minutes: start no further race after this many.
         output: folder for metrics.json and table.md.
         resume: add to the results there, leaving out what they hold already, however many rounds.
         overwrite: replace the results there.
     """
+    import torch
+
     from ltm.evaluation.latency import DTYPES
     from ltm.evaluation.processes import local_device
     from ltm.evaluation.runners import MODES
@@ -104,13 +108,14 @@ def benchmark(
         raise ValueError("scope end-to-end needs images: give --data")
     where = local_device(device)
     _leave_room(where)
-    settings: dict[str, object] = {"modes": wanted_modes, "ratio": ratio}
+    settings: dict[str, object] = {"modes": wanted_modes, "ratio": ratio, "seed": seed}
     # Others may have begun at the same time: what they add stays.
     results = Results(output, where, keep=not overwrite, settings=settings)
     began = time.monotonic()
     images = None if data is None else Images(data, split, workers)
     try:
         for name in names:
+            torch.manual_seed(seed)
             try:
                 base = load_model(
                     None if run is not None else name,
