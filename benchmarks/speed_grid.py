@@ -71,16 +71,16 @@ def modes() -> Iterator[Call]:
     """Every network and method, eager and captured."""
     for batch_size, model in itertools.product(BATCHES, (*VITS, *GRIDS)):
         peers = LEAST.get(model, PEERS)
-        yield Call(model, (*peers, *ours(model)), batch_size, ("eager", "cudagraph"), 7)
+        yield Call(model, (*peers, *ours(model)), batch_size, ("eager", "cudagraph"), 11)
 
 
 def compiled() -> Iterator[Call]:
     """Compiled and captured, the best mode of all: the peers on ViTs only, for want of time."""
     for batch_size, model in itertools.product((512, 128), (*VITS, *GRIDS)):
         peers = PEERS if model in VITS else ()
-        yield Call(model, (*peers, *ours(model)), batch_size, ("compiled-cudagraph",), 11)
+        yield Call(model, (*peers, *ours(model)), batch_size, ("compiled-cudagraph",), 14)
     for batch_size, model in itertools.product((8, 1), VITS):
-        yield Call(model, (*PEERS, *ours(model)), batch_size, ("compiled-cudagraph",), 15)
+        yield Call(model, (*PEERS, *ours(model)), batch_size, ("compiled-cudagraph",), 14)
 
 
 def ratios() -> Iterator[Call]:

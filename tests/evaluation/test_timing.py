@@ -1,6 +1,8 @@
 """Clocks and what their ratios say; times are made up, so that no machine matters."""
 
 import math
+from collections import Counter
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -15,9 +17,23 @@ def test_calls_take_turns() -> None:
     order: list[str] = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
     times = interleaved(calls, CPU, rounds=4, warmup=1, least_seconds=0)
-    # One warm-up and one call to learn its length, of each; then rounds.
-    assert "".join(order) == "aabbcc" + 4 * "abc"
+    # One warm-up and one call to learn its length, of each; then rounds, each in another order.
+    assert "".join(order) == "aabbcc" + "abc" + "bca" + "cab" + "cba"
     assert {name: len(values) for name, values in times.items()} == dict.fromkeys("abc", 4)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_each_follows_each_other_equally_often(number: int) -> None:
+    names = "abcdefgh"[:number]
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in names}
+    times = 1 + number % 2
+    interleaved(calls, CPU, rounds=times * number, warmup=0, least_seconds=0)
+    turns = order[number:]  # after one call to learn the length of each
+    rounds = [turns[i : i + number] for i in range(0, len(turns), number)]
+    assert all(sorted(turn) == list(names) for turn in rounds)
+    follows = Counter(pair for turn in rounds for pair in pairwise(turn))
+    assert follows == dict.fromkeys(permutations(names, 2), times)
 
 
 def test_short_calls_are_repeated_within_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Clocks: calls timed in interleaved rounds, and what their ratios say.
 
 Machines drift: clocks rise and fall, neighbours come and go. So everything that is compared runs
-in one loop, a, b, c, a, b, c, and a speed-up is the median of the ratios within rounds, never the
-ratio of two times from different runs.
+in one loop, round after round, and a speed-up is the median of the ratios within rounds, never the
+ratio of two times from different runs. A GPU at its power limit is faster after light work than
+after heavy work: whoever always came after the same one would gain or lose by it, so every round
+has another order.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds per call of each, one value a round, in rounds that run all of them in turn.
 
+    Over as many rounds as there are calls (twice as many if odd) each follows each equally often.
     Short calls are repeated within a turn until it lasts about `least_seconds`.
     """
     if rounds < 1:
@@ -47,10 +50,23 @@ def interleaved(
         seconds = max(time_call(call, device), 1e-7)
         repeats[name] = max(1, math.ceil(least_seconds / seconds))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(time_call(call, device, repeats[name]))
+    for index in range(rounds):
+        for name in _order(list(calls), index):
+            times[name].append(time_call(calls[name], device, repeats[name]))
     return times
+
+
+def _order(names: Sequence[str], index: int) -> list[str]:
+    """The order of a round: a row of Williams' square, in which each follows each other once.
+
+    The first row goes to and fro, 0, 1, n - 1, 2, n - 2; each further one is that shifted by one;
+    for an odd number it takes the mirrored rows too.
+    """
+    number = len(names)
+    row = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(number)]
+    order = [names[(place + index) % number] for place in row]
+    mirrored = number % 2 == 1 and index // max(number, 1) % 2 == 1
+    return order[::-1] if mirrored else order
 
 
 def time_call(call: Call, device: torch.device, repeats: int = 1) -> float:
