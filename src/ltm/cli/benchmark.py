@@ -45,10 +45,10 @@ def benchmark(
 ) -> None:
     """Time networks, merged and untouched, in interleaved rounds on this machine.
 
-    For every model, batch size, precision and scope all methods and modes take turns, in
-    another order each round; a speed-up is the median of the rounds' ratios, with its 95% interval,
-    against the untouched network with fused attention in the same mode and in its own best mode.
-    "no gain here" means that the interval touches 1. Rows are written as they come: with --resume a long
+    For every model, batch size, precision and scope all methods and modes take turns, in another
+    order each round; a speed-up is the median of the rounds' ratios, with its 95% interval, against
+    the untouched network with fused attention in the same mode and in its own best mode. "no gain
+    here" means that the interval touches 1. Rows are written as they come: with --resume a long
     grid can be gathered over several runs, each with its own base. Runs that share an output at the
     same time get ready (compile) side by side, and are timed one after the other.
 
