@@ -59,13 +59,13 @@ def interleaved(
 def _order(names: Sequence[str], index: int) -> list[str]:
     """The order of a round: a row of Williams' square, in which each follows each other once.
 
-    The first row goes to and fro, 0, 1, n - 1, 2, n - 2; each further one is that shifted by one;
-    for an odd number it takes the mirrored rows too.
+    The first row goes to and fro, 0, 1, n - 1, 2, n - 2; each further one is that shifted by one.
+    For an odd number it takes the mirrored rows too: they alternate.
     """
     number = len(names)
     row = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(number)]
     order = [names[(place + index) % number] for place in row]
-    mirrored = number % 2 == 1 and index // max(number, 1) % 2 == 1
+    mirrored = number % 2 == 1 and index % 2 == 1
     return order[::-1] if mirrored else order
 
 
