@@ -85,6 +85,15 @@ def test_features_only_networks_convert(name):
     assert [f.shape for f in net(images)] == expected
 
 
+@pytest.mark.parametrize("merging", [False, True])
+def test_a_size_that_a_network_cannot_take_is_said(merging):
+    model = toy("vit")
+    if merging:
+        ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    with pytest.raises(ValueError, match="cannot take images of 100 x 100 pixels"):
+        ltm.gmacs(model, 100)
+
+
 def test_a_vit_inside_another_module_meets_its_budget():
     inside = nn.Sequential(toy("vit"))
     report = ltm.merge_tokens_(inside, ltm.LTM(ratio=0.8))

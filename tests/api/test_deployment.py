@@ -88,6 +88,52 @@ def test_loading_gives_the_same_bits(config, frozen, tmp_path):
         assert again.token_merging.config == config
 
 
+@pytest.mark.parametrize("name", ["vit", "swin", "efficientvit"])
+@pytest.mark.parametrize("form", ["masked", "letter"])
+def test_the_constants_of_a_trained_batch_mask_come_back(name, form, tmp_path):
+    model, images = prepared(name, ltm.LTM(per_block=0.6, scope="batch", mask_form=form))
+    ltm.collect_statistics_(model, [(images, torch.arange(len(images)))])
+    model.train()
+    model(images)
+    assert all(merger.running_logits.any() for _, merger in ltm.api.mergers(model))
+    ltm.freeze_(model)
+    ltm.save(model, tmp_path)
+    again = ltm.load(tmp_path, toy(name))
+    with torch.no_grad():
+        assert torch.equal(again(images), model(images))
+
+
+def test_a_compiled_model_is_saved_as_what_it_is(tmp_path):
+    model, images = prepared("vit", STATIC)
+    ltm.save(torch.compile(model), tmp_path)
+    again = ltm.load(tmp_path, toy("vit"))
+    with torch.no_grad():
+        assert torch.equal(again(images), model(images))
+
+
+def test_a_host_that_does_not_fit_stays_as_it_was(tmp_path):
+    model, images = prepared("vit", STATIC)
+    ltm.save(ltm.freeze_(model), tmp_path)
+    host = toy("vit")
+    host.reset_classifier(5)
+    with torch.no_grad():
+        before = host(images)
+        with pytest.raises(ValueError, match=r"head\.bias is \(10,\) in the file and \(5,\)"):
+            ltm.load(tmp_path, host)
+        assert not ltm.api.is_merging(host)
+        assert torch.equal(host(images), before)
+
+
+def test_an_entry_that_is_missing_is_said(tmp_path):
+    model, _ = prepared("vit", STATIC)
+    ltm.save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["token_merging"]["active"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="token_merging lacks active"):
+        ltm.load(tmp_path, toy("vit"))
+
+
 def test_a_timm_model_comes_back_without_a_host(tmp_path):
     import timm
 

@@ -58,6 +58,78 @@ def test_batches_add_up():
         torch.testing.assert_close(a.informative.costs, b.informative.costs, atol=1e-4, rtol=1e-4)
 
 
+def test_one_pass_is_refused():
+    with pytest.raises(ValueError, match="passes: got 1; at least 2"):
+        ltm.collect_statistics_(converted(), [pictures("vit")], passes=1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"scope": "batch"}])
+def test_what_is_known_stays_where_collecting_fails(settings):
+    model, images = converted(**settings), pictures("vit", batch=6)
+    ltm.collect_statistics_(model, [(images, torch.arange(6))])
+    model.train()
+    model(images)  # with a batch's scope: its running mean
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    for batch in ((images, images, images), (images, torch.full((6,), 10))):
+        with pytest.raises((TypeError, ValueError, RuntimeError, IndexError)):
+            ltm.collect_statistics_(model, [images, batch])
+        assert all(merger.active for _, merger in mergers(model))
+        assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
+
+
+def test_statistics_that_do_not_fit_are_forgotten_whole():
+    model = converted(space="token", ratio=None, per_block=0.8)
+    ltm.collect_statistics_(model, [pictures("vit")])
+    ltm.set_ratio_(model, 0.7)
+    assert not any(merger.active for _, merger in mergers(model))
+
+
+def test_other_classes_have_no_running_mean_yet():
+    model = converted(scope="batch", ratio=None, per_block=0.8)
+    ltm.collect_statistics_(model, [(pictures("vit", batch=6), torch.arange(6))])
+    model.train()
+    model(pictures("vit"))
+    assert all(merger.running_logits.any() for _, merger in mergers(model))
+    model.reset_classifier(5)
+    assert not any(merger.running_logits.any() for _, merger in mergers(model))
+
+
+def test_tables_of_too_many_classes_are_refused():
+    model = toy("vit")
+    model.reset_classifier(9000)
+    with pytest.raises(ValueError, match=r"309 MiB .* use weights='uniform', or give the network"):
+        ltm.merge_tokens_(model, ltm.LTM())
+    ltm.merge_tokens_(model, ltm.LTM(weights="uniform"))
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+def test_a_layer_in_the_mask_module_has_the_width_of_a_token(name):
+    model = converted(name, space="token", mlp=True, ratio=None, per_block=0.6)
+    ltm.collect_statistics_(model, [pictures(name)])
+    assert all(
+        merger.informative.mlp.in_features == merger.site.width for _, merger in mergers(model)
+    )
+    assert model(pictures(name)).isfinite().all()
+
+
+@pytest.mark.parametrize("settings", [{"mlp": True}, {"scope": "batch"}])
+def test_hosts_in_half_precision_have_mask_modules(settings):
+    model, images = toy("vit").bfloat16(), pictures("vit").bfloat16()
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.8, **settings))
+    ltm.collect_statistics_(model, [images])
+    model.bfloat16().train()
+    assert model(images).isfinite().all()
+
+
+def test_a_batch_shares_one_state_in_the_letter_too():
+    model = converted(scope="batch", mask_form="letter", ratio=None, per_block=0.8)
+    ltm.collect_statistics_(model, [(pictures("vit", batch=6), torch.arange(6))])
+    for mode in (True, False):
+        model.train(mode)
+        assert model(pictures("vit")).isfinite().all()
+
+
 def test_an_empty_loader_is_refused():
     with pytest.raises(ValueError, match="no images"):
         ltm.collect_statistics_(converted(), [])
@@ -69,7 +141,6 @@ def test_a_loader_that_can_be_gone_through_once_is_refused_at_the_door():
     with pytest.raises(ValueError, match=r"loader: got a generator, .* needed 2 times"):
         ltm.collect_statistics_(model, (batch for batch in [images]))
     assert all(merger.active for _, merger in mergers(model))
-    assert ltm.collect_statistics_(model, iter([images]), passes=1) == 6
 
 
 @pytest.mark.parametrize(

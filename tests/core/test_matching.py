@@ -46,13 +46,11 @@ def test_alternate_matching_is_its_definition(num_prefix):
     st.floats(0, 1),
     st.integers(0, 1000),
     st.sampled_from(["sides", "order"]),
-    st.booleans(),
 )
-def test_any_number_can_leave(num_prefix, num_patches, share, seed, order, penalised):
+def test_any_number_can_leave(num_prefix, num_patches, share, seed, order):
     x = metric(t=num_prefix + num_patches, seed=seed)
     num_leaving = round(share * (num_patches - 1))
-    penalty = torch.rand(x.shape[:2]) if penalised else None
-    match = match_most_similar(x, num_leaving, num_prefix=num_prefix, penalty=penalty)
+    match = match_most_similar(x, num_leaving, num_prefix=num_prefix)
     assert (match.leaves.sum(dim=1) == num_leaving).all()
     assert not match.leaves[:, :num_prefix].any()
     targets = match.target[match.leaves].reshape(len(x), -1)
@@ -91,15 +89,6 @@ def test_published_order_with_and_without_prefix():
     evens = [i for i in (0, 2, 4, 6, 8) if not match.leaves[0, i]]
     by_similarity = sorted(evens, key=lambda i: int(match.rank[0, i]))
     assert [int(without.assignment[0, i]) for i in by_similarity] == [0, 1, 2, 3]
-
-
-def test_protected_tokens_stay():
-    x = metric(t=20)
-    free = match_alternate(x, 4)
-    penalty = torch.where(free.leaves, 10.0, 0.0)
-    protected = match_alternate(x, 4, penalty=penalty)
-    assert not (protected.leaves & free.leaves).any()
-    assert not (match_freely(x, 6, penalty=penalty).leaves & free.leaves).any()
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,13 @@ def test_the_card_says_what_is_known_and_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == "my own words"
 
 
+def test_the_card_says_how_many_classes_there_are(tmp_path: Path) -> None:
+    model = converted(TOME)
+    for names, said in ((None, ", 3 classes."), (CLASSES, ", 3 named classes.")):
+        folder = prepare_folder(model, tmp_path / str(names is None), class_names=names)
+        assert said in (folder / "README.md").read_text()
+
+
 class Repository:
     """What the hub's client returns for a repository: it prints as its address."""
 

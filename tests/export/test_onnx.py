@@ -96,6 +96,17 @@ def test_a_wrong_file_is_not_left_to_be_used(
     assert not (tmp_path / "model.onnx").exists()
 
 
+def test_a_file_of_another_shape_is_not_left_to_be_used(
+    vit: nn.Module, tmp_path: Path, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ltm.export.job.onnx.save_onnx", lambda _, path, __: _touched(path))
+    monkeypatch.setattr("ltm.export.job.OnnxModel", lambda _: lambda batch: vit(batch)[:, :3])
+    job = Export(vit, tmp_path, describe(vit))
+    with pytest.raises(ParityError, match="instead of"):
+        job.write(("onnx",), images)
+    assert not (tmp_path / "model.onnx").exists()
+
+
 def _touched(path: Path) -> Path:
     path.write_bytes(b"")
     return path

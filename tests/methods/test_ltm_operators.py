@@ -251,3 +251,13 @@ def test_none_cannot_let_tokens_go() -> None:
     with pytest.raises(ValueError, match="'none' for block 2, where 36 tokens are to become 20"):
         merge_tokens_(model, LTM(sites=(2,), counts=(20,), operators=("none",)))
     model(pictures("vit"))
+
+
+@pytest.mark.parametrize("given", [{"operators": ("merge",)}, {"protections": (0.5,)}])
+def test_grids_that_are_kept_have_no_operators(
+    given: dict[str, tuple[Operator | float, ...]],
+) -> None:
+    model = toy("swin")
+    with pytest.raises(ValueError, match="belong to a matching, and this network keeps its grids"):
+        merge_tokens_(model, LTM(sites=(0,), counts=((20, 20),), **given), 112)  # type: ignore[arg-type]
+    merge_tokens_(model, LTM(sites=(0,), counts=(30,), support="matching", **given), 112)  # type: ignore[arg-type]

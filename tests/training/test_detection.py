@@ -1,5 +1,7 @@
 """Detectors in training: settings, warm-up without merging, faults, several categories."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +46,11 @@ def trainer_of(settings: DetectionSettings) -> DetectionTrainer:
     torch.manual_seed(0)
     model = detector_config(settings, splits.train.num_classes).build()
     return DetectionTrainer(make_fabric(settings.run), settings, model, splits, Console(quiet=True))
+
+
+def test_pytorch_lightning_does_as_well_as_lightning() -> None:
+    code = "import sys; sys.modules['lightning'] = None; import ltm.training.detection_run"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_paper_s_recipes() -> None:

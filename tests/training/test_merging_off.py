@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ltm
-from ltm.api import mergers, merging_off, reconvert_
+from ltm.api import conversion_of, mergers, merging_off, reconvert_
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", {"img_size": 64, "depth": 4, "embed_dim": 48, "num_heads": 3}),
@@ -56,6 +56,16 @@ def test_windows_that_were_fitted_to_fewer_tokens_come_back() -> None:
         with merging_off(model):
             assert torch.equal(model(images), original)
         assert torch.equal(model(images), merged)
+
+
+def test_nothing_is_kept_for_merges_that_do_not_happen() -> None:
+    model, images = build("vit"), torch.randn(1, 3, 64, 64)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6))
+    state = conversion_of(model).state
+    with torch.no_grad(), merging_off(model):
+        model(images)
+    taps = [key for key in state._forward.slots if isinstance(key, tuple)]
+    assert not taps
 
 
 def test_a_changed_ratio_keeps_the_statistics_at_work() -> None:

@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from ltm.training.checkpoint import Checkpoint, Checkpoints
-from ltm.training.config import Settings
+from ltm.training.config import RunSettings, Settings
+from ltm.training.processes import make_fabric
 from ltm.training.run import train
 
 PROCESS = str(Path(__file__).with_name("process.py"))
@@ -27,6 +28,33 @@ def last(folder: Path) -> Checkpoint:
     found = Checkpoints(folder / "checkpoints").latest()
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize(("name", "devices"), [("cuda:1", [1]), ("cuda", 1)])
+def test_a_run_takes_the_gpu_that_is_named(
+    name: str, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("ltm.training.processes.Fabric", lambda **known: asked.update(known))
+    make_fabric(RunSettings(device=name))
+    assert (asked["accelerator"], asked["devices"]) == ("cuda", devices)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (RunSettings(device="gpu"), "device is gpu: auto, cpu, cuda, cuda:N or mps is needed"),
+        (RunSettings(device="cuda:x"), "device is cuda:x: auto"),
+        (RunSettings(device="cuda:1", devices=2), "but there are 2 processes: use cuda"),
+    ],
+)
+def test_devices_that_cannot_work_are_refused(
+    settings: RunSettings, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ValueError, match=message):
+        make_fabric(settings)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from ltm.training.config import Settings, read_settings
 from ltm.training.faults import NonFiniteLossError, find_non_finite
 from ltm.training.loop import Trainer
 from ltm.training.models import build_model, load_weights_, save_plain
+from ltm.training.recipes import FINETUNE, SCRATCH
 from ltm.training.run import train
 
 Tiny = Callable[..., Settings]
@@ -198,6 +199,24 @@ def test_a_new_label_set_gets_a_new_head(tiny: Tiny, tmp_path: Path, quiet: Cons
     assert {merger.site.num_classes for _, merger in mergers(model)} == {4}
     assert not any(merger.active for _, merger in mergers(model))
     assert conversion_of(model).config.name == "ltm"
+
+
+def test_a_saved_network_keeps_its_schedule_unless_told(tiny: Tiny, tmp_path: Path) -> None:
+    model = build_model(tiny(), 3)
+    counts = ltm.token_counts(model)
+    ltm.save(model, tmp_path)
+
+    def again(**merge: Any) -> nn.Module:
+        merge = {"method_options": [], **merge}
+        return build_model(tiny(model={"weights": str(tmp_path)}, merge=merge), 3)
+
+    assert all(recipe.merge.ratio is None for recipe in (*FINETUNE.values(), *SCRATCH.values()))
+    assert ltm.token_counts(again()) == counts
+    other = again(ratio=0.95)
+    assert ltm.token_counts(other) != counts
+    assert conversion_of(other).config.ratio == 0.95
+    with pytest.raises(ValueError, match=r"per_block=None, not 0\.8; start from the original"):
+        again(per_block=0.8)
 
 
 def test_warm_up_epochs_train_the_original(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ltm.adapters.base import Conversion, adapter_of, become_, select_adapter
-from ltm.adapters.planning import Planner
+from ltm.adapters.planning import Planner, require_macs
 from ltm.adapters.state import TokenState
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.core.patches import embed_by_convolution_
@@ -51,7 +51,7 @@ def macs_of(model: nn.Module, image_size: tuple[int, int]) -> int:
     shadow = meta_copy(model)
     for merger in mergers_of(shadow).values():
         merger.activate_()
-    return count_macs(shadow, meta_images(shadow, image_size))
+    return require_macs(shadow, meta_images(shadow, image_size))
 
 
 def macs_without(model: nn.Module, image_size: tuple[int, int]) -> int:

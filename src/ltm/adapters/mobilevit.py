@@ -77,7 +77,6 @@ class MergingLayer(MergingMixin, HostBlock):
     """A transformer layer inside a MobileViT block."""
 
     area: int
-    grid: Grid
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False

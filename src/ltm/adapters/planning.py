@@ -58,7 +58,7 @@ class Planner:
         self.adapter = adapter
         self.shadow = meta_copy(model)
         images = meta_images(self.shadow, image_size)
-        self.macs_before = _count_original(self.shadow, images)
+        self.macs_before = require_macs(self.shadow, images)
         self.tally = Tally(self.shadow, images)
         self._costs: dict[object, int] = {}
         self.layout = adapter.layout(self.shadow, image_size)
@@ -305,8 +305,8 @@ class Planner:
         )
 
 
-def _count_original(shadow: nn.Module, images: Tensor) -> int:
-    """The MACs of the untouched network; a size that it cannot take is a ValueError."""
+def require_macs(shadow: nn.Module, images: Tensor) -> int:
+    """The MACs of a network; a size that it cannot take is a ValueError."""
     try:
         return count_macs(shadow, images)
     except (RuntimeError, AssertionError, ZeroDivisionError) as error:

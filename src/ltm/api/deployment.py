@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet
 from timm.models.swin_transformer import SwinTransformer
-from torch import nn
+from torch import Tensor, nn
 
-from ltm.adapters.conversion import macs_of
+from ltm.adapters.conversion import all_or_nothing, macs_of
 from ltm.api.conversion import conversion_of, merge_tokens_, mergers, set_conversion, token_counts
 from ltm.api.fingerprint import fingerprint
 from ltm.api.watching import watching
@@ -70,6 +70,7 @@ def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | N
     The layout is that of timm on the Hugging Face hub, with one more entry, `token_merging`. Names
     of classes are kept for predictions, unless they are but their numbers.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     done = conversion_of(model)
     _require_whole(model)
     folder = Path(folder)
@@ -122,11 +123,15 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     """Read a model that `save` wrote, in evaluation mode.
 
     timm does not remember all arguments that a model was made with: where it was made with unusual
-    ones, give a `model` made with the same. Nothing is unpickled.
+    ones, give a `model` made with the same; it stays as it is where the file does not fit it.
+    Nothing is unpickled.
     """
     folder = saved_folder(Path(folder))
     config = _read_config(folder)
     merging = dict(config["token_merging"])
+    missing = [name for name in _CONVERSION_ENTRIES if name not in merging]
+    if missing:
+        raise ValueError(f"{folder / CONFIG}: token_merging lacks {', '.join(missing)}.")
     known = {name: merging.pop(name) for name in _CONVERSION_ENTRIES}
     method = config_from_dict(merging, saved=True)
     if model is None:
@@ -146,18 +151,19 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
         counts=tuple(known["token_counts"]),
         sites=tuple(known["blocks"]),
     )
-    merge_tokens_(model, exact, tuple(known["image_size"]))
-    set_conversion(model, dataclasses.replace(conversion_of(model), config=method))
-    for (_, merger), active in zip(mergers(model), known["active"], strict=True):
-        if active:
-            merger.activate_()
-    if known["frozen"]:
-        _fold_(model)
-        macs = int(known["macs_after"])
-        done = dataclasses.replace(conversion_of(model), frozen=True, macs_after=macs)
-        set_conversion(model, done)
-    _load_weights_(model, folder)
-    _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))
+    with all_or_nothing(model):
+        merge_tokens_(model, exact, tuple(known["image_size"]))
+        set_conversion(model, dataclasses.replace(conversion_of(model), config=method))
+        for (_, merger), active in zip(mergers(model), known["active"], strict=True):
+            if active:
+                merger.activate_()
+        if known["frozen"]:
+            _fold_(model)
+            macs = int(known["macs_after"])
+            done = dataclasses.replace(conversion_of(model), frozen=True, macs_after=macs)
+            set_conversion(model, done)
+        _load_weights_(model, folder)
+        _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))
     return model.eval()
 
 
@@ -262,8 +268,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def make_room_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Let the mergers of a frozen model have the constants that a file has."""
+    for path, merger in mergers(model):
+        start = f"{path}."
+        merger.expect_(
+            {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
+        )
+
+
 def _load_weights_(model: nn.Module, folder: Path) -> None:
     weights = load_file(folder / WEIGHTS)
+    make_room_(model, weights)
     own = model.state_dict()
     for name in sorted(own.keys() | weights.keys()):
         theirs = tuple(weights[name].shape) if name in weights else "nothing"

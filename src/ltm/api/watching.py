@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,30 +75,45 @@ def collect_statistics_(
 
     `loader` gives images, or (images, labels) with labels of -1 or None for "unknown", and can be
     gone through twice: first for centroids, then for memberships. Returns the number of images.
+    Where anything fails, the statistics of before are kept.
     """
+    if passes < 2:
+        raise ValueError(f"passes: got {passes}; at least 2 are needed, the first for centroids.")
     steps = [m for _, m in mergers(model) if isinstance(m, LTMMerger) and m.informative is not None]
     if not steps:
         raise ValueError(
             "model: no site keeps class statistics; they belong to LTM(weights='informative') on "
             "a model with classes."
         )
-    if passes > 1 and isinstance(loader, Iterator):
+    if isinstance(loader, Iterator):
         raise ValueError(
             f"loader: got a {type(loader).__name__}, which can be gone through once; it is needed "
             f"{passes} times: give a list or a DataLoader."
         )
-    for merger in steps:
-        merger.forget_statistics_()
-    num_images = 0
-    for _ in range(passes):
-        num_images = 0
-        for batch in progress(loader):
-            num_images += _observe(model, batch)
-        if num_images == 0:
-            raise ValueError("loader: it gave no images.")
+    with _kept_on_failure(steps):
         for merger in steps:
-            merger.take_statistics_()
-    return num_images
+            merger.forget_statistics_()
+        num_images = 0
+        for _ in range(passes):
+            num_images = sum(_observe(model, batch) for batch in progress(loader))
+            if num_images == 0:
+                raise ValueError("loader: it gave no images.")
+            for merger in steps:
+                merger.take_statistics_()
+        return num_images
+
+
+@contextmanager
+def _kept_on_failure(steps: Sequence[LTMMerger]) -> Iterator[None]:
+    """Give mergers back what they know where anything inside fails."""
+    before = [copy.deepcopy(merger.state_dict()) for merger in steps]
+    try:
+        yield
+    except BaseException:
+        for merger, known in zip(steps, before, strict=True):
+            merger.statistics = None
+            merger.load_state_dict(known)
+        raise
 
 
 def _observe(model: nn.Module, batch: Any) -> int:

@@ -57,7 +57,7 @@ def tune_mergers_(
 
     config = conversion_of(model).config
     method: Any = config.name
-    device: Any = next(model.parameters()).device.type
+    device = str(next(model.parameters()).device)
     settings = Settings(
         merge=MergeSettings(method=method, ratio=config.ratio),
         data=TrainingData(source=data, batch_size=batch_size, workers=workers),

@@ -28,7 +28,7 @@ class Match:
 
 
 def max_leaving(num_patches: int, num_prefix: int = 0) -> int:
-    """The most tokens that one alternate matching can remove: the smaller side, prefix apart."""
+    """The most tokens that one alternate matching can remove: all even ones, prefix apart."""
     total = num_patches + num_prefix
     first = (total + 1) // 2 - (num_prefix + 1) // 2
     return first if num_patches > first else 0
@@ -55,12 +55,10 @@ def match_alternate(
     num_leaving: int,
     *,
     num_prefix: int = 0,
-    penalty: Float[Tensor, "b t"] | None = None,
 ) -> Match:
     """ToMe's bipartite soft matching: even tokens may leave to their most similar odd token.
 
-    The `num_leaving` pairs of the largest similarity are taken, less `penalty` of the token that
-    would leave: a large penalty protects it.
+    The `num_leaving` pairs of the largest similarity are taken.
     """
     num_tokens = metric.shape[1]
     allowed = max_leaving(num_tokens - num_prefix, num_prefix)
@@ -70,8 +68,6 @@ def match_alternate(
             f"can remove at most {allowed}."
         )
     best, partner = alternate_sides(metric, num_prefix)
-    if penalty is not None:
-        best = best - penalty[:, ::2]
     leaves = torch.zeros(metric.shape[:2], dtype=torch.bool, device=metric.device)
     target = torch.zeros(metric.shape[:2], dtype=partner.dtype, device=metric.device)
     target[:, ::2] = partner
@@ -93,12 +89,11 @@ def match_most_similar(
     num_leaving: int,
     *,
     num_prefix: int = 0,
-    penalty: Float[Tensor, "b t"] | None = None,
 ) -> Match:
     """Alternate matching where it can remove enough, matching without sides where it cannot."""
     if num_leaving <= max_leaving(metric.shape[1] - num_prefix, num_prefix):
-        return match_alternate(metric, num_leaving, num_prefix=num_prefix, penalty=penalty)
-    return match_freely(metric, num_leaving, num_prefix=num_prefix, penalty=penalty)
+        return match_alternate(metric, num_leaving, num_prefix=num_prefix)
+    return match_freely(metric, num_leaving, num_prefix=num_prefix)
 
 
 def match_freely(
@@ -106,14 +101,13 @@ def match_freely(
     num_leaving: int,
     *,
     num_prefix: int = 0,
-    penalty: Float[Tensor, "b t"] | None = None,
 ) -> Match:
     """Matching without sides: the most redundant tokens leave, each to its nearest that stays.
 
-    A token's redundancy is its largest cosine similarity to any token of larger penalty (so that of
-    two alike the less protected one leaves), less its own penalty.
+    A token's redundancy is its largest cosine similarity to any token after it, so that of two
+    alike one leaves.
     """
-    num_tokens, device = metric.shape[1], metric.device
+    num_tokens = metric.shape[1]
     if not 0 <= num_leaving < num_tokens - num_prefix:
         raise ValueError(
             f"num_leaving: got {num_leaving}; of {num_tokens - num_prefix} tokens at most "
@@ -122,13 +116,8 @@ def match_freely(
     unit = torch.nn.functional.normalize(metric.float(), dim=-1)
     scores = unit @ unit.mT
     scores[:, :, :num_prefix] = -torch.inf
-    rank = torch.arange(num_tokens, device=device, dtype=scores.dtype).expand(scores.shape[0], -1)
-    if penalty is not None:
-        rank = penalty.argsort(dim=1, stable=True).argsort(dim=1).to(scores.dtype)
-    outranked = rank[:, :, None] >= rank[:, None, :]
-    best = scores.masked_fill(outranked, -2.0).amax(dim=-1)
-    if penalty is not None:
-        best = best - penalty
+    place = torch.arange(num_tokens, device=metric.device)
+    best = scores.masked_fill(place[:, None] >= place, -2.0).amax(dim=-1)
     best[:, :num_prefix] = -torch.inf
     chosen = best.topk(num_leaving, dim=1).indices
     leaves = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, 1)

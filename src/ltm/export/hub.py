@@ -66,7 +66,8 @@ def card(model: nn.Module, information: ModelInformation, origin: Mapping[str, s
         lines.append(f"{name}:{entries or f' {value}'}")
     size = " x ".join(str(side) for side in information.spec.size)
     cost = f"{summary.macs_after / 1e9:.3f} of {summary.macs_before / 1e9:.3f} GMACs"
-    classes = f"{len(information.class_names or ())} named classes"
+    number = int(getattr(model, "num_classes", 0) or 0)
+    classes = f"{number} classes" if information.class_names is None else f"{number} named classes"
     lines += [
         "---",
         f"# {information.model} with token merging ({done.config.name})",

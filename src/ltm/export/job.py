@@ -87,11 +87,12 @@ class Export:
         self.folder.mkdir(parents=True, exist_ok=True)
         for kind in _with_sources(formats):
             path, runner = _WRITERS[kind](self, traced)
-            rows = compare(self.model, runner, images, batch_sizes)
             try:
+                rows = compare(self.model, runner, images, batch_sizes)
                 require(rows, path.name, tolerance)
             except ParityError:
                 path.unlink()
+                path.with_suffix(".bin").unlink(missing_ok=True)  # OpenVINO's weights
                 raise
             self._add(path, kind, FLOAT, runner, parity=tuple(rows))
         return self.files

@@ -152,6 +152,9 @@ class Merger(nn.Module, ABC):
     def fold_(self, decision: Decision, hints: Hints) -> None:
         """Keep a decision as constants, if it is the same for every image."""
 
+    def expect_(self, saved: Mapping[str, Tensor]) -> None:
+        """Make room for what a frozen merger has in a file, where that depends on its training."""
+
     def adopt_(self, other: Merger) -> None:
         """Take over what another merger of the same method has learned, where it fits."""
         own = self.state_dict()

@@ -148,6 +148,8 @@ def build_pyramid(
             )
         saved = json.loads((Path(backbone) / "config.json").read_text(encoding="utf-8"))
         host = {name: saved[name] for name in ("architecture", "model_args")}
+        known = saved.get("pretrained_cfg") or {}
+        host["normalisation"] = {name: known[name] for name in ("mean", "std") if name in known}
         return Pyramid(load(backbone), strides, restore=restore, host=host)
     check_backbone(backbone)
     arguments, canvas = size_arguments(backbone, image_size)

@@ -12,8 +12,8 @@ import timm
 from safetensors.torch import load_file
 from torch import nn
 
-from ltm.api import conversion_of, merge_tokens_, mergers
-from ltm.api.deployment import CONFIG, WEIGHTS, write_weights
+from ltm.api import conversion_of, freeze_, merge_tokens_, mergers
+from ltm.api.deployment import CONFIG, WEIGHTS, make_room_, write_weights
 from ltm.methods import config_from_dict
 from ltm.tasks.detection import STRIDES, SSDLite, SSDLiteConfig
 from ltm.tasks.pyramid import Pyramid, merging_network
@@ -76,12 +76,13 @@ def load_detector(folder: str | Path) -> LoadedDetector:
         config = dataclasses.replace(
             config, merging=config_from_dict(merging["exactly"], saved=True)
         )
-    model = config.build() if known["host"] is None else _on_host(config, known["host"], merging)
-    if merging is not None:
-        for (_, merger), active in zip(mergers(model), merging["active"], strict=True):
-            if active:
-                merger.activate_()
+    if known["host"] is not None:
+        model = _on_host(config, known["host"], merging)
+    else:
+        model = config.build()
+        _merge_as_saved_(merging_network(model), merging)
     weights = load_file(folder / WEIGHTS)
+    make_room_(model, weights)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -117,6 +118,7 @@ def _merging(model: nn.Module) -> dict[str, Any] | None:
         "exactly": exactly.to_dict(),
         "image_size": done.image_size,
         "active": [merger.active for _, merger in mergers(model)],
+        "frozen": done.frozen,
     }
 
 
@@ -124,12 +126,25 @@ def _on_host(
     config: DetectorConfig, host: dict[str, Any], merging: dict[str, Any] | None
 ) -> Detector:
     """The detector on a whole network, converted as it was, which `ltm.save` once wrote."""
-    network = timm.create_model(host["architecture"], **host["model_args"])
+    network: Any = timm.create_model(host["architecture"], **host["model_args"])
+    network.pretrained_cfg = {**network.pretrained_cfg, **host.get("normalisation", {})}
     if merging is not None and config.merging is not None:
         merge_tokens_(network, config.merging, tuple(merging["image_size"]))
+        _merge_as_saved_(network, merging)
     if isinstance(config, MaskRCNNConfig):
         return config.on(Pyramid(network, host=host))
     return config.on(Pyramid(network, STRIDES, restore=config.restore, host=host))
+
+
+def _merge_as_saved_(network: nn.Module | None, merging: dict[str, Any] | None) -> None:
+    """Give a fresh converted network the parts that the saved one had, ready for its weights."""
+    if network is None or merging is None:
+        return
+    for (_, merger), active in zip(mergers(network), merging["active"], strict=True):
+        if active:
+            merger.activate_()
+    if merging.get("frozen", False):  # folders of earlier versions do not say
+        freeze_(network)
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -131,8 +131,8 @@ class RunSettings:
 
     seed: int = 0
     """Decides initial weights, order, augmentation and noise."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Accelerator."""
+    device: str = "auto"
+    """Accelerator: auto, cpu, cuda, cuda:N for one of several, or mps."""
     devices: int = 1
     """Processes on this machine; torchrun's own number where it starts them."""
     strategy: Strategy = "auto"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from lightning.fabric import Fabric
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -33,7 +32,7 @@ from ltm.training.detection_log import DetectionRow, score_columns
 from ltm.training.faults import NonFiniteLossError
 from ltm.training.models import method_config
 from ltm.training.optimisation import AveragedWeights, LearningRate, effective_lr, make_optimizer
-from ltm.training.processes import average_running_statistics_, total_over_processes
+from ltm.training.processes import Fabric, average_running_statistics_, total_over_processes
 from ltm.training.progress import bar
 from ltm.training.totals import Clock
 from ltm.training.tuning import annealed_noise, set_noise_

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -26,10 +24,8 @@ from ltm.training.detection_config import (
 from ltm.training.detection_log import DetectionLog
 from ltm.training.logs import write_json
 from ltm.training.processes import first_alone, make_fabric, placed
-from ltm.training.run import differences
+from ltm.training.run import Resume, check_output, differences, explained
 from ltm.training.state import restore_, save_state
-
-Resume = Literal["auto", "never"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,7 +55,7 @@ def train_detector(
     """
     output, console = Path(output), console or Console(highlight=False, soft_wrap=True)
     checkpoints = Checkpoints(output / "checkpoints", keep_every=settings.run.keep_every)
-    _check_output(output, checkpoints, resume, overwrite)
+    check_output(output, checkpoints, resume, overwrite)
     require_evaluator()
     fabric = make_fabric(settings.run)
     fabric.launch()
@@ -81,7 +77,7 @@ def train_detector(
         console.print(f"resumed after epoch {found.epoch} from {found.folder}")
     history = [] if found is None else found.history
     log = DetectionLog(output, history, console, writes=fabric.is_global_zero)
-    with _explained(console, checkpoints):
+    with explained(console, checkpoints):
         epochs = settings.optim.epochs
         for epoch in range(0 if found is None else found.epoch, epochs):
             row = trainer.run_epoch(epoch)
@@ -141,16 +137,6 @@ def _describe(console: Console, model: Detector, splits: DetectionSplits) -> Non
     console.print(f"{len(splits.train)} images to train on, {len(splits.val)} to evaluate on")
 
 
-def _check_output(output: Path, checkpoints: Checkpoints, resume: Resume, overwrite: bool) -> None:
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {output}, a file: a folder is needed")
-    if len(checkpoints) and resume == "never" and not overwrite:
-        raise ValueError(
-            f"{output} holds a run already; continue it with --resume auto, start over with "
-            "--overwrite, or choose another --output"
-        )
-
-
 def _open_output(
     output: Path, settings: DetectionSettings, checkpoints: Checkpoints, resume: Resume
 ) -> None:
@@ -168,15 +154,3 @@ def _open_output(
                 f"{output} cannot be resumed with other settings: {'; '.join(changed)}"
             )
     config.write_text(detection_yaml(settings), encoding="utf-8")
-
-
-@contextmanager
-def _explained(console: Console, checkpoints: Checkpoints) -> Iterator[None]:
-    """Say what is left of a run that was stopped."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        last = checkpoints.latest()
-        kept = f"the checkpoint of epoch {last.epoch} is kept" if last else "nothing was kept yet"
-        console.print(f"stopped: {kept}; continue with --resume auto")
-        raise SystemExit(130) from None

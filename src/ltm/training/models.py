@@ -83,7 +83,7 @@ def method_config(settings: MergeSettings) -> MethodConfig | None:
     if settings.method == "none":
         return None
     options = named_values("method_options", settings.method_options)
-    # The most exact goes first: recipes have a ratio, and need not be told to drop it.
+    # The most exact goes first.
     if "counts" not in options:
         ratio = settings.ratio if settings.per_block is None else None
         options = {"ratio": ratio, "per_block": settings.per_block, **options}
@@ -205,8 +205,14 @@ def _continue_from(
             )
     if done.frozen:
         raise ValueError(f"{folder} holds a frozen model, which cannot train; use an unfrozen one")
-    if settings.merge.ratio is not None and settings.merge.ratio != done.config.ratio:
-        set_ratio_(model, settings.merge.ratio)
+    per_block, ratio = settings.merge.per_block, settings.merge.ratio
+    if per_block not in (None, done.config.per_block):
+        raise ValueError(
+            f"{folder} holds a model with per_block={done.config.per_block}, not {per_block}; "
+            "start from the original weights, or give a ratio"
+        )
+    if ratio not in (None, done.config.ratio):
+        set_ratio_(model, ratio)
     if int(getattr(model, "num_classes", 0)) == num_classes:
         return Built(model)
     reset: Any = model

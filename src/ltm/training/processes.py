@@ -27,21 +27,27 @@ else:  # pytorch-lightning brings the same under another name
 
 T = TypeVar("T")
 
+_KINDS = ("auto", "cpu", "cuda", "mps")
 _PRECISIONS: dict[str, Any] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
 def make_fabric(settings: RunSettings) -> Fabric:
     """The engine of a run; torchrun's environment says how many processes there are."""
     on_cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not on_cuda:
+    kind, _, index = settings.device.partition(":")
+    if kind not in _KINDS or (index and not index.isdecimal()):
+        raise ValueError(f"device is {settings.device}: auto, cpu, cuda, cuda:N or mps is needed")
+    if kind == "cuda" and not on_cuda:
         raise ValueError("device is cuda, but this machine has none that torch can use")
-    if settings.precision == "16" and (settings.device == "cpu" or not on_cuda):
+    if settings.precision == "16" and (kind == "cpu" or not on_cuda):
         raise ValueError("precision is 16, which needs a GPU; use bf16 or 32 on a CPU")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", settings.devices))
+    if index and local > 1:
+        raise ValueError(f"device is {settings.device}, but there are {local} processes: use cuda")
     total = int(os.environ.get("WORLD_SIZE", local))
     return Fabric(
-        accelerator=settings.device,
-        devices=local,
+        accelerator=kind,
+        devices=[int(index)] if index else local,
         num_nodes=max(1, total // local),
         strategy=_strategy(settings, total),
         precision=_PRECISIONS[settings.precision],

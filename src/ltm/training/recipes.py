@@ -56,7 +56,7 @@ def _scratch(backbone: str) -> Settings:
     options = ("support=learned",) if family == "vit" else ()
     return Settings(
         model=ModelSettings(name=BACKBONES[backbone], drop_path=_DROP_PATH.get(backbone, 0.0)),
-        merge=MergeSettings(ratio=0.7, method_options=options, warm_epochs=20),
+        merge=MergeSettings(method_options=options, warm_epochs=20),
         data=_DATA,
         augment=AugmentConfig(),
         optim=_OPTIM[family],
@@ -67,7 +67,6 @@ def _scratch(backbone: str) -> Settings:
 def _finetune(backbone: str) -> Settings:
     return Settings(
         model=ModelSettings(name=BACKBONES[backbone], pretrained=True),
-        merge=MergeSettings(ratio=0.7),
         data=_DATA,
         augment=_CROPS_ONLY,
         optim=_TUNING,
@@ -103,7 +102,6 @@ def _small(family: str) -> Settings:
     return Settings(
         model=ModelSettings(name=name, model_args=arguments),
         merge=MergeSettings(
-            ratio=0.7,
             method_options=("support=matching",) if family == "swin" else (),
             warm_epochs=2,
         ),
@@ -121,7 +119,7 @@ def _small(family: str) -> Settings:
 def _small_finetune(family: str) -> Settings:
     return replace(
         _small(family),
-        merge=MergeSettings(ratio=0.7),
+        merge=MergeSettings(),
         optim=OptimSettings(epochs=2, lr=1e-2, weight_decay=0.0, min_lr=1e-4),
         tune=TuneSettings(trainable="mergers"),
     )
@@ -137,7 +135,7 @@ SCRATCH = {
     **{name: _scratch(name) for name in BACKBONES},
     **{f"shapes_{family}": _small(family) for family in _SMALL},
     GENERAL: Settings(
-        merge=MergeSettings(ratio=0.7, warm_epochs=5), optim=replace(_DEIT, epochs=100, clip=1.0)
+        merge=MergeSettings(warm_epochs=5), optim=replace(_DEIT, epochs=100, clip=1.0)
     ),
 }
 """From scratch, by name: what `ltm train --recipe` takes."""
@@ -146,7 +144,6 @@ FINETUNE = {
     **{name: _finetune(name) for name in BACKBONES},
     **{f"shapes_{family}": _small_finetune(family) for family in _SMALL},
     GENERAL: Settings(
-        merge=MergeSettings(ratio=0.7),
         augment=_CROPS_ONLY,
         optim=_TUNING,
         tune=TuneSettings(trainable="mergers"),

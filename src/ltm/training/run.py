@@ -42,6 +42,8 @@ from ltm.training.values import plain
 THRESHOLD_IMAGES = 256
 """Unlabelled training images, spread over all, on which LTMP's thresholds are set at the end."""
 
+Resume = Literal["auto", "never"]
+
 _MAY_CHANGE = ("run.", "data.workers", "data.source", "optim.epochs", "model.weights")
 """Settings that a resumed run may have otherwise than before, but for its seed."""
 _SEED = "run.seed"
@@ -61,7 +63,7 @@ def train(
     settings: Settings,
     output: str | Path,
     *,
-    resume: Literal["auto", "never"] = "never",
+    resume: Resume = "never",
     overwrite: bool = False,
     model: nn.Module | None = None,
     splits: Splits | None = None,
@@ -76,7 +78,7 @@ def train(
     """
     output, console = Path(output), console or plain_console()
     checkpoints = Checkpoints(output / "checkpoints", keep_every=settings.run.keep_every)
-    _check_output(output, checkpoints, resume, overwrite)
+    check_output(output, checkpoints, resume, overwrite)
     fabric = make_fabric(settings.run)
     fabric.launch()
     if not fabric.is_global_zero:
@@ -106,7 +108,7 @@ def train(
     log = RunLog(
         output, start.history if start else (), console=console, writes=fabric.is_global_zero
     )
-    with _explained(console, checkpoints):
+    with explained(console, checkpoints):
         _fit(trainer, checkpoints, log, start.epoch if start else 0)
         return _finish(trainer, splits, checkpoints, log, output)
 
@@ -121,9 +123,8 @@ def _fit(trainer: Trainer, checkpoints: Checkpoints, log: RunLog, first_epoch: i
         save_state(trainer, checkpoints, epoch + 1, score, log.history)
 
 
-def _check_output(
-    output: Path, checkpoints: Checkpoints, resume: Literal["auto", "never"], overwrite: bool
-) -> None:
+def check_output(output: Path, checkpoints: Checkpoints, resume: Resume, overwrite: bool) -> None:
+    """Refuse a folder that holds a run already, unless that goes on or is written over."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"output is {output}, a file: a folder is needed")
     if len(checkpoints) and resume == "never" and not overwrite:
@@ -134,7 +135,7 @@ def _check_output(
 
 
 def _open_output(
-    output: Path, settings: Settings, checkpoints: Checkpoints, resume: Literal["auto", "never"]
+    output: Path, settings: Settings, checkpoints: Checkpoints, resume: Resume
 ) -> None:
     """Make the folder of a run, or check that a run there can go on with these settings."""
     output.mkdir(parents=True, exist_ok=True)
@@ -220,7 +221,7 @@ def _resume_(
 
 
 @contextmanager
-def _explained(console: Console, checkpoints: Checkpoints) -> Iterator[None]:
+def explained(console: Console, checkpoints: Checkpoints) -> Iterator[None]:
     """Say what is left of a run that was stopped."""
     try:
         yield

@@ -138,6 +138,12 @@ class LTM(MethodConfig):
 
     def build(self, site: Site) -> Merger:
         if self.support_on(grid=site.grid_in is not None) == "learned":
+            for field in ("operators", "protections"):
+                if getattr(self, field) is not None:
+                    raise ValueError(
+                        f"{field}: they belong to a matching, and this network keeps its grids: "
+                        "give support='matching' too, or leave them out."
+                    )
             return LearnedMerger(site, self)
         unimportant = self.operator_at(site.block) == "prune_unimportant"
         return UnimportantMerger(site, self) if unimportant else MatchingMerger(site, self)

@@ -6,6 +6,7 @@ Letters: b images, n patch tokens, p merged tokens, c channels, k candidates of 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,6 +75,16 @@ class LearnedMerger(LTMMerger):
         if self.config.space == "pooled":
             return super().feature(merged, size)
         return merged[:, self.site.num_prefix :].flatten(1)
+
+    def forget_statistics_(self) -> None:
+        super().forget_statistics_()
+        if self.config.scope == "batch":
+            self.running_logits.zero_()
+
+    def reset_classes_(self, num_classes: int) -> None:
+        super().reset_classes_(num_classes)
+        if self.config.scope == "batch":
+            self.running_logits.zero_()
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         if self.frozen:
@@ -163,7 +174,7 @@ class LearnedMerger(LTMMerger):
         logits = logits.mean(dim=0, keepdim=True)
         with torch.no_grad():
             if logits.shape[1:] == self.running_logits.shape:
-                self.running_logits.lerp_(logits[0].float(), 0.1)
+                self.running_logits.lerp_(logits[0].to(self.running_logits.dtype), 0.1)
         return logits
 
     def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None) -> Merge:
@@ -176,7 +187,9 @@ class LearnedMerger(LTMMerger):
     def _letter(self, tokens: Tensor, hints: Hints, support: Tensor, logits: Tensor) -> Merge:
         """Softmax of the product `G~ o M`: tokens outside the support weigh as those at s = 0."""
         k = self.site.num_prefix
-        mask = softmax_of(support, token_size(tokens, hints)[:, k:], logits[..., None])
+        # Not of every image where all share their sizes: they may share the mask, too.
+        size = token_size(tokens[:1], hints) if hints.size is None else hints.size.float()
+        mask = softmax_of(support, size[:, k:], logits[..., None])
         return DenseMerge(mask=mask, share=shares(support), num_prefix=k)
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
@@ -191,7 +204,7 @@ class LearnedMerger(LTMMerger):
         if step.active and config.scope == "batch" and not self.training:
             state = self.running_logits[None]
         elif step.active:
-            patches = tokens[:, k:] if step.mlp is None else tokens[:, k:] + step.mlp(tokens[:, k:])
+            patches = step.mapped(tokens[:, k:])
             before = softmax(support, size, state)
             merged = before.to(patches.dtype).mT @ patches
             gradient = step.direction(merged.flatten(1), self.true_labels(hints))
@@ -225,6 +238,16 @@ class LearnedMerger(LTMMerger):
                 setattr(self, name, None)
         self.frozen = True
         self.widen_()
+
+    def expect_(self, saved: Mapping[str, Tensor]) -> None:
+        """Constants have the form that the weights at the time allowed."""
+        if not self.frozen:
+            return
+        for name in [name for name in self._buffers if name.startswith("fixed_")]:
+            delattr(self, name)
+        for name, value in saved.items():
+            if name.startswith("fixed_"):
+                self.register_buffer(name, torch.empty_like(value))
 
     def widen_(self) -> None:
         """Keep the matrix of a folded sequence as kernels read it too; it is not saved."""

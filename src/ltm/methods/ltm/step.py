@@ -20,6 +20,9 @@ from ltm.methods.base import Hints, Merger, Site, token_size
 if TYPE_CHECKING:
     from ltm.methods.ltm.config import LTM
 
+# What every class costs images of every other: 1.8 GB a block at 21,841 classes, hence a limit.
+CLASS_TABLE_LIMIT = 1 << 28
+
 
 class InformativeStep(nn.Module):
     """One gradient step on the bound, per token: `s = carry - eta dIBB/dG` in pooled space.
@@ -32,17 +35,18 @@ class InformativeStep(nn.Module):
     costs: Tensor
     offsets: Tensor
 
-    def __init__(self, num_classes: int, width: int, config: LTM) -> None:
+    def __init__(self, site: Site, num_features: int, config: LTM) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("centroids", torch.zeros(num_classes, width))
+        num_classes = site.num_classes
+        self.register_buffer("centroids", torch.zeros(num_classes, num_features))
         self.register_buffer("present", torch.zeros(num_classes, dtype=torch.bool))
         # -log Q(a | y), transposed: soft labels times this are the costs psi.
         self.register_buffer("costs", torch.zeros(num_classes, num_classes))
         self.register_buffer("offsets", torch.zeros(num_classes), persistent=False)
         standardised = config.step == "standardised"
         self.gain = nn.Parameter(torch.full((1,), config.gain)) if standardised else None
-        self.mlp = nn.Linear(width, width) if config.mlp else None
+        self.mlp = nn.Linear(site.width, site.width) if config.mlp else None
         if self.mlp is not None:
             nn.init.zeros_(self.mlp.weight)
             nn.init.zeros_(self.mlp.bias)
@@ -104,7 +108,7 @@ class InformativeStep(nn.Module):
     ) -> Float[Tensor, "b n"] | None:
         if not self.active:
             return carry
-        tokens = patches if self.mlp is None else patches + self.mlp(patches)
+        tokens = self.mapped(patches)
         share = size / size.sum(1, keepdim=True)
         feature = (share[:, None].to(tokens.dtype) @ tokens)[:, 0]
         gradient = self.direction(feature, labels)
@@ -117,6 +121,12 @@ class InformativeStep(nn.Module):
             logits = logits + carry
         # Bounded, so that no target's weights can vanish.
         return logits.clamp(-8, 8)
+
+    def mapped(self, patches: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
+        """The tokens as the step sees them."""
+        if self.mlp is None:
+            return patches
+        return patches + self.mlp(patches.to(self.mlp.weight.dtype)).to(patches.dtype)
 
     def has_kernel(self, tokens: Tensor, carry: Tensor | None) -> bool:
         """Whether `weigh` can take over from `forward`."""
@@ -151,7 +161,8 @@ class LTMMerger(Merger):
     def _new_step(self) -> InformativeStep | None:
         if self.config.weights != "informative" or self.site.num_classes < 1:
             return None
-        return InformativeStep(self.site.num_classes, self.feature_width(), self.config)
+        _check_classes(self.site)
+        return InformativeStep(self.site, self.feature_width(), self.config)
 
     def reset_classes_(self, num_classes: int) -> None:
         before, dropped = self.informative, self.informative is None and self.site.num_classes > 0
@@ -220,10 +231,27 @@ class LTMMerger(Merger):
 
     def adopt_(self, other: Merger) -> None:
         super().adopt_(other)
-        if self.informative is not None:
-            self.informative.refresh_()
+        step = self.informative
+        if step is None:
+            return
+        theirs = other.informative if isinstance(other, LTMMerger) else None
+        if theirs is not None and theirs.centroids.shape == step.centroids.shape:
+            step.refresh_()
+        else:  # statistics are taken whole or not at all
+            step.forget_()
 
     def freeze_(self) -> None:
         self.statistics = None
         if self.informative is not None and not self.informative.active:
             self.informative = None
+
+
+def _check_classes(site: Site) -> None:
+    needed = 4 * site.num_classes**2
+    if needed > CLASS_TABLE_LIMIT:
+        raise ValueError(
+            f"weights: got 'informative'; its table of {site.num_classes} x {site.num_classes} "
+            f"classes would take {needed / 2**20:.0f} MiB at block {site.block}, and at most "
+            f"{CLASS_TABLE_LIMIT / 2**20:.0f} MiB a block is allowed: use weights='uniform', or "
+            "give the network its own classes first."
+        )
