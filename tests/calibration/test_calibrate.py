@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from timm.layers import Mlp
 from torch import Tensor, nn
 
 import ltm
@@ -110,10 +111,7 @@ def test_what_was_computed_before_changes_no_divergence(vit, images):
     torch.testing.assert_close(*values, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["vit", "registers", "pooled"])
-def test_costs_are_those_of_the_counter(name):
-    model, size = toy(name), (size_of(name),) * 2
-    calibration = Calibration(model, pictures(name, batch=32), None, QUICK)
+def check_costs(calibration: Calibration, model: nn.Module) -> None:
     schedules = [
         (Setting(2, 20),),
         (Setting(0, 33, "norm", 0.0), Setting(3, 17)),
@@ -121,10 +119,38 @@ def test_costs_are_those_of_the_counter(name):
     ]
     for schedule in schedules:
         config = config_of(schedule, calibration.config)
-        plan = Planner(model, select_adapter(model), config, size).plan()
+        plan = Planner(model, select_adapter(model), config, calibration.size).plan()
         assert calibration.cost(schedule) == pytest.approx(
             plan.macs_after / plan.macs_before, rel=1e-6
         )
+
+
+@pytest.mark.parametrize("matching", ["free", "alternate"])
+@pytest.mark.parametrize("name", ["vit", "registers", "pooled"])
+def test_costs_are_those_of_the_counter(name, matching):
+    model, config = toy(name), ltm.LTM(matching=matching)
+    calibration = Calibration(model, pictures(name, batch=32), config, QUICK)
+    assert calibration.cost.exact
+    check_costs(calibration, model)
+
+
+def test_costs_that_no_polynomial_fits_are_counted(images):
+    model = toy("vit")
+    model.blocks[2].mlp = Mlp(32, 80)
+    calibration = Calibration(model, images, None, QUICK)
+    assert not calibration.cost.exact
+    check_costs(calibration, model)
+
+
+def test_alternate_matching_keeps_to_the_budget(vit, images):
+    """Its cost jumps where more than half of the tokens leave."""
+    config = ltm.LTM(matching="alternate")
+    for budget in (0.6, 0.8):
+        result = calibrate(vit, images, budget=budget, config=config, settings=QUICK)
+        assert result.config.matching == "alternate"
+        report = ltm.merge_tokens_(copy.deepcopy(vit), result.config)
+        assert report.share == pytest.approx(result.share)
+        assert report.share <= budget
 
 
 @pytest.mark.parametrize("name", [pytest.param("mobilevit", marks=pytest.mark.slow), "swin"])
@@ -175,6 +201,13 @@ def test_a_default_schedule_that_suits_no_hardware_is_a_start_too(vit, images):
     assert len(refined) == 12
     assert all((count + 1) % 5 == 0 for count in result.config.counts)
     assert len(result.config.sites) <= settings.num_sites
+
+
+def test_a_default_schedule_that_loses_a_site_to_the_hardware_is_no_start(vit, images):
+    """Of 14 and 3 tokens only the 13 are left: 3 is less than the smallest level, 6."""
+    settings = Settings(num_trials=1, num_sites=2, multiple=7)
+    result = calibrate(vit, images, budget=0.6, settings=settings)
+    assert all(trial.share <= 0.6 for trial in result.history if trial.is_best)
 
 
 def test_the_last_block_pays_where_nobody_reads_its_patches(vit, images):

@@ -279,7 +279,8 @@ def test_a_size_that_one_of_several_models_cannot_run_on_is_a_row(tmp_path: Path
     ("options", "sentence"),
     [
         (["--models", "test_vot"], "model test_vot is not known to timm"),
-        (["--methods", "tomee"], "method tomee is not known"),
+        (["--methods", "tomee"], "method tomee is not known: choose from ltm, ltmp"),
+        (["--methods", "tom-reference"], "ltm-static, ltm-uniform, tome-reference"),
         (["--modes", "warp"], "modes: warp is not known; choose from eager, compiled"),
         (["--dtypes", "int3"], "dtypes: int3 is not known"),
         (["--batch-sizes", "1,zero"], "batch_sizes: zero is no number of images"),

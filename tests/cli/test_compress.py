@@ -24,6 +24,7 @@ from ltm.api import conversion_of
 from ltm.cli import main
 from ltm.cli.compress import command_line, compress
 from ltm.cli.measurements import mixed
+from ltm.cli.models import load_model
 from ltm.cli.partition import part_images
 from ltm.data.shapes import ShapesClassification
 
@@ -164,6 +165,27 @@ def test_a_run_leaves_a_model_a_card_and_a_report(finished: Path) -> None:
     sites = metrics["networks"]["ltm"]["bottleneck"]
     assert all(site["loss"] <= site["bound"] - site["c0"] + 1e-6 for site in sites)
     assert len(sites) == ARGUMENTS["depth"]
+
+
+def test_peers_keep_what_a_method_of_given_counts_keeps(place: Path, tmp_path: Path) -> None:
+    options = ["--data", str(place / "split"), "--weights", str(place / "weights.safetensors")]
+    options += ["--method", "ltm:counts=56+40,sites=0+1", "--compare", "tome"]
+    assert main(["compress", *WORDS, *options, *QUICK, "--output", str(tmp_path)]) == 0
+    shares = {name: network["share"] for name, network in read(tmp_path)["networks"].items()}
+    kept = shares["ltm:counts=56+40,sites=0+1"]
+    assert kept > 0.75
+    assert kept - 0.03 < shares["tome"] <= kept
+
+
+def test_images_need_not_be_square(place: Path, tmp_path: Path) -> None:
+    arguments = [word for word in WORDS[3:] if "img_size" not in word]
+    sizes = ["img_size=32x48", "num_classes=5"]
+    model = load_model(NAME, untrained=True, model_args=[*arguments, *sizes])
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    ltm.save(model, tmp_path / "run")
+    options = ["--run", str(tmp_path / "run"), "--data", str(place / "split"), "--no-calibrate"]
+    assert main(["compress", *options, *QUICK, "--output", str(tmp_path / "out")]) == 0
+    assert conversion_of(ltm.load(tmp_path / "out")).image_size == (32, 48)
 
 
 def test_a_run_is_not_overwritten_unasked(

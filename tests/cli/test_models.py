@@ -225,6 +225,7 @@ def test_methods_become_configs() -> None:
     assert method_config("ltm:sites=4", 0.7) == ltm.LTM(ratio=0.7, sites=(4,))
     assert method_config("ltm:counts=9,sites=4") == ltm.LTM(counts=(9,), sites=(4,))
     assert method_config("tome:counts=9+8") == ltm.ToMe(counts=(9, 8))
+    assert method_config("ltm:sites=0,counts=7x5") == ltm.LTM(sites=(0,), counts=((7, 5),))
     assert method_config("ltm:counts=7x7+5x6") == ltm.LTM(counts=((7, 7), (5, 6)))
     assert method_config("tofu", 0.7, switch=0.25) == ltm.ToFu(ratio=0.7, switch=0.25)
 

@@ -128,7 +128,7 @@ class Calibration:
             uncalibrated = self._default(budget)
             space = self._space(budget)
             for schedule in (*self._without_last(budget), *space.starts()):
-                self.search.consider(schedule, "start")
+                self._start_from(schedule, budget)
             self.search.refine(space, self.settings.num_trials)
         except KeyboardInterrupt:
             self.trials.tidy_()
@@ -151,8 +151,13 @@ class Calibration:
             return None
         suited = self._suited(schedule)
         if suited is not None:
-            self.search.consider(suited, "start")
+            self._start_from(suited, budget)
         return self.search.gauge(schedule)
+
+    def _start_from(self, schedule: Schedule, budget: float) -> None:
+        """Try a schedule, unless it costs too much, as one that lost a site to its levels may."""
+        if self.cost(schedule) <= budget + 1e-9:
+            self.search.consider(schedule, "start")
 
     def _without_last(self, budget: float) -> list[Schedule]:
         """The default schedule of a larger budget, where the last block pays for it."""

@@ -2,13 +2,16 @@
 
 On a sequence, attention costs `a n + b n^2` multiply-adds in the tokens that enter a block, the MLP
 `c n` in those that leave the merge, and a merge itself `d + e n + f n^2`, depending on what it
-does. The coefficients are fitted to a few counts on `meta`, exactly; grids are counted one by one.
+does: an alternate matching of which half leave at most compares a quarter of the pairs. The
+coefficients are fitted to a few counts on `meta`, and tried on another; grids are counted one by
+one.
 
 Letters: n tokens with their prefix.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -26,6 +29,12 @@ KINDS: tuple[Setting, ...] = (
 )
 """One of each kind of merge that costs differently."""
 
+_UNIMPORTANT = 2
+"""The kind that compares no tokens."""
+
+_TOLERANCE = 1e-9
+"""How far, as a share, a fit may be from what is counted."""
+
 
 class Cost(Protocol):
     """Multiply-adds of a schedule, as a share of the original's."""
@@ -36,7 +45,7 @@ class Cost(Protocol):
 def kind_of(setting: Setting) -> int:
     """Which of `KINDS` a setting costs like."""
     if setting.operator == "prune_unimportant":
-        return 2
+        return _UNIMPORTANT
     return 0 if setting.protection > 0 else 1
 
 
@@ -60,29 +69,28 @@ class CountedCost:
 
 
 class SequenceCost:
-    """The fitted polynomial of a network on one sequence, block by block."""
+    """The fitted polynomial of a network on one sequence, block by block.
+
+    Where it does not give what is counted, schedules are counted: far slower, but right.
+    """
 
     def __init__(self, planner: Planner, config: LTM) -> None:
         (run,) = planner.layout.runs
         self.num_in, self.depth = run.num_in, len(run.blocks)
         self.num_prefix = planner.layout.num_prefix
-        counted = CountedCost(planner, config)
+        self._alternates = config.matching == "alternate"
+        self._counted = CountedCost(planner, config)
         samples = list(self._samples())
         table = torch.stack([self._terms(schedule) for schedule in samples])
         scale = table.amax(dim=0).clamp_min(1)
-        shares = torch.tensor([counted(schedule) for schedule in samples], dtype=torch.float64)
+        shares = torch.tensor([self._counted(s) for s in samples], dtype=torch.float64)
         solution = torch.linalg.lstsq(table / scale, shares, driver="gelsd").solution
         self._values: list[float] = (solution / scale).tolist()
+        known = (*samples, self._held_out())
+        self.exact = all(abs(self._fitted(s) - self._counted(s)) < _TOLERANCE for s in known)
 
     def __call__(self, schedule: Schedule) -> float:
-        counts, kinds = counts_of(schedule), {s.block: kind_of(s) for s in schedule}
-        total, left = self._values[0], self.num_in
-        for block in range(self.depth):
-            after = counts.get(block, left)
-            assert isinstance(after, int)
-            total += self.block(left, after, kinds.get(block))
-            left = after
-        return total
+        return self._fitted(schedule) if self.exact else self._counted(schedule)
 
     def block(self, before: int, after: int, kind: int | None = None) -> float:
         """One block: attention on the tokens before, the MLP on those after, the merge between."""
@@ -90,42 +98,77 @@ class SequenceCost:
         n, p = before + self.num_prefix, after + self.num_prefix
         share = values[1] * n + values[2] * n * n + values[3] * p
         if kind is not None:
-            constant, linear, square = values[4 + 3 * kind : 7 + 3 * kind]
-            share += constant + linear * n + square * n * n
+            start, compared = self._merge(before, after, kind)
+            share += values[start] + values[start + 1] * n + values[start + 2] * compared
         return share
 
-    def _terms(self, schedule: Schedule) -> Tensor:
-        """What each coefficient is multiplied with."""
-        terms = torch.zeros(4 + 3 * len(KINDS), dtype=torch.float64)
-        terms[0] = 1
+    def _fitted(self, schedule: Schedule) -> float:
+        return self._values[0] + sum(self.block(*step) for step in self._steps(schedule))
+
+    def _steps(self, schedule: Schedule) -> Iterator[tuple[int, int, int | None]]:
+        """Of every block: the tokens before and after it, and the kind of its merge."""
         counts, kinds = counts_of(schedule), {s.block: kind_of(s) for s in schedule}
         left = self.num_in
         for block in range(self.depth):
             after = counts.get(block, left)
             assert isinstance(after, int)
-            n, p = left + self.num_prefix, after + self.num_prefix
-            terms[1:4] += torch.tensor([n, n * n, p], dtype=torch.float64)
-            if block in kinds:
-                start = 4 + 3 * kinds[block]
-                terms[start : start + 3] += torch.tensor([1, n, n * n], dtype=torch.float64)
+            yield left, after, kinds.get(block)
             left = after
+
+    def _merge(self, before: int, after: int, kind: int) -> tuple[int, int]:
+        """Where the coefficients of a merge start, and how many pairs of tokens it compares.
+
+        An alternate matching compares even patches with odd ones, until more than half leave.
+        """
+        if self._alternates and kind != _UNIMPORTANT and before - after <= before // 2:
+            return 4 + 3 * (len(KINDS) + kind), (before // 2) * (before - before // 2)
+        return 4 + 3 * kind, (before + self.num_prefix) ** 2
+
+    def _terms(self, schedule: Schedule) -> Tensor:
+        """What each coefficient is multiplied with."""
+        terms = torch.zeros(4 + 3 * len(self._ways()), dtype=torch.float64)
+        terms[0] = 1
+        for before, after, kind in self._steps(schedule):
+            n, p = before + self.num_prefix, after + self.num_prefix
+            terms[1:4] += torch.tensor([n, n * n, p], dtype=torch.float64)
+            if kind is not None:
+                start, compared = self._merge(before, after, kind)
+                terms[start : start + 3] += torch.tensor([1, n, compared], dtype=torch.float64)
         return terms
 
+    def _ways(self) -> list[tuple[Setting, int]]:
+        """All that costs differently: kinds, and the eighths of the tokens that stay."""
+        apart = KINDS[:_UNIMPORTANT] if self._alternates else ()
+        return [*((kind, 3) for kind in KINDS), *((kind, 7) for kind in apart)]
+
     def _samples(self) -> Iterator[Schedule]:
-        """Schedules that tell the coefficients apart: few and many blocks, at several counts."""
+        """Schedules that tell the coefficients apart: every way at three numbers of tokens."""
+        last, unimportant = self.depth - 1, KINDS[_UNIMPORTANT]
         yield ()
-        part = [max(1, self.num_in * eighths // 8) for eighths in range(9)]
-        last = self.depth - 1
-        for place, kind in enumerate(KINDS):
+        yield (_placed((unimportant, 7), last, self.num_in),)
+        for way in self._ways():
+            yield (_placed(way, last, self.num_in),)
+        for eighths in (4, 6) if last > 0 else ():
+            first = _placed((unimportant, eighths), 0, self.num_in)
+            assert isinstance(first.count, int)
+            yield (first,)
+            for way in self._ways():
+                yield first, _placed(way, last, first.count)
 
-            def at(block: int, count: int, kind: Setting = kind) -> Setting:
-                return Setting(block, count, kind.operator, kind.protection)
+    def _held_out(self) -> Schedule:
+        """A schedule of all ways, as far as there are blocks and tokens, unlike the samples."""
+        sites: list[Setting] = []
+        ways, left = self._ways()[-self.depth :], self.num_in
+        for index, way in enumerate(reversed(ways)):
+            site = _placed(way, index * self.depth // len(ways), left)
+            assert isinstance(site.count, int)
+            if site.count == left:
+                break
+            sites.append(site)
+            left = site.count
+        return tuple(sites)
 
-            yield (at(last, part[3]),)
-            if last > 0:
-                yield at(0, part[4]), at(last, part[2])
-                yield at(last - 1, part[2]), at(last, part[1])
-            if last > 0 and place == 0:
-                yield (at(0, part[6]),)
-                yield (at(0, part[1]),)
-                yield (at(last - 1, part[5]),)
+
+def _placed(way: tuple[Setting, int], block: int, before: int) -> Setting:
+    kind, eighths = way
+    return dataclasses.replace(kind, block=block, count=max(1, before * eighths // 8))

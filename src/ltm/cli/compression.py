@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.images import load_batches
+from ltm.cli.images import expected_images, load_batches
 from ltm.cli.measurements import BASE, Measurements
 from ltm.cli.models import method_config
 from ltm.cli.partition import Partition
@@ -201,12 +201,14 @@ class Compression:
 
     def add_peers(self) -> None:
         """Convert what is compared; what cannot do this ratio is left out, with the reason."""
-        from ltm.api import freeze_
+        from ltm.api import freeze_, report
 
+        # A method that was given as token counts has no ratio: its peers keep what it keeps.
+        ratio = self.options.config.ratio or min(1.0, report(self.model).share)
         for text in self.options.compare:
             self.say(f"Converting with {text}")
             try:
-                peer = self._converted(method_config(text, self.options.config.ratio or 0.7))
+                peer = self._converted(method_config(text, ratio))
             except ValueError as error:
                 self.left_out[text] = str(error)
             else:
@@ -214,9 +216,7 @@ class Compression:
 
     def draw(self) -> None:
         """Pictures of what becomes one token."""
-        from ltm.api import image_size_of
         from ltm.data.config import DataConfig
-        from ltm.data.transforms import image_spec
         from ltm.visual.curves import display_name
         from ltm.visual.pictures import prepare
 
@@ -226,9 +226,9 @@ class Compression:
         block = telling_block(self.model)
         if not named or block is None:
             return
-        config = DataConfig(source=self.options.data, image_size=image_size_of(base)[0])
+        spec = expected_images(base, DataConfig(source=self.options.data))
         names, pictures = zip(*named, strict=True)
-        scenes = prepare(pictures, names, image_spec(config, base))
+        scenes = prepare(pictures, names, spec)
         peers = [name for name in self.models if name not in (BASE, self.options.method)][:1]
         shown = {display_name(name): self.models[name] for name in [*peers, self.options.method]}
         self.illustrations = illustrate(scenes, trace_models(shown, scenes), block)

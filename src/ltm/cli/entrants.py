@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ltm.cli.images import load_batches, open_images
-from ltm.cli.models import method_config, num_classes_of
+from ltm.cli.models import method_config, num_classes_of, require_method
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,6 +30,7 @@ _LTMP_NOTE = (
 def check_methods(methods: Sequence[str], ratio: float) -> None:
     """Refuse what is no method, before anything is made."""
     for method in methods:
+        require_method(method, PUBLISHED_TOME)
         _config(method, ratio)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ltm.cli.images import require_least
+from ltm.cli.images import expected_images, require_least
 from ltm.cli.models import RATIO, load_model, method_config
 from ltm.cli.progress import Progress
 from ltm.cli.results import check_folder, write_metrics
@@ -133,17 +133,15 @@ def _merge_(network: nn.Module, config: MethodConfig) -> None:
 def _job(
     network: nn.Module, output: Path, data: str, names: Path | None, crop_ratio: float | None
 ) -> Export:
-    from ltm.api import image_size_of
     from ltm.data.config import DataConfig
-    from ltm.data.transforms import image_spec
     from ltm.export.information import describe, read_class_names, saved_class_names
     from ltm.export.job import Export
 
-    config = DataConfig(source=data, crop_ratio=crop_ratio, image_size=image_size_of(network)[0])
+    spec = expected_images(network, DataConfig(source=data, crop_ratio=crop_ratio))
     known = None
     if names is not None:
         known = saved_class_names(names) if names.is_dir() else read_class_names(names)
-    information = describe(network, class_names=known, spec=image_spec(config, network))
+    information = describe(network, class_names=known, spec=spec)
     return Export(network, output, information)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ltm.cli.models import check_classes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from ltm.data.config import DataConfig
+    from ltm.data.transforms import ImageSpec
 
 
 def require_least(option: str, number: int | None, least: int = 1) -> None:
@@ -29,6 +33,14 @@ def open_images(source: str, split: str, images: int | None = None) -> Any:
     return dataset.take(images)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def expected_images(model: nn.Module, config: DataConfig) -> ImageSpec:
+    """What images a model gets: of the height and width that its tokens were planned for."""
+    from ltm.api import image_size_of
+    from ltm.data.transforms import image_spec
+
+    return replace(image_spec(config, model), size=image_size_of(model))
+
+
 def load_batches(
     dataset: Any,
     source: str,
@@ -40,17 +52,13 @@ def load_batches(
     **placed: Any,
 ) -> Any:
     """Batches of images as the model expects them; labels must be its classes where they count."""
-    from ltm.api import image_size_of
     from ltm.data.config import DataConfig
     from ltm.data.loading import evaluation_loader
-    from ltm.data.transforms import image_spec
 
     if labelled:
         check_classes(model, dataset.class_names, source)
-    config = DataConfig(
-        source=source, batch_size=batch_size, workers=workers, image_size=image_size_of(model)[0]
-    )
-    return evaluation_loader(dataset, image_spec(config, model), config, **placed)
+    config = DataConfig(source=source, batch_size=batch_size, workers=workers)
+    return evaluation_loader(dataset, expected_images(model, config), config, **placed)
 
 
 def sample_images(dataset: Any, source: str, model: nn.Module, number: int) -> Tensor:

@@ -7,7 +7,7 @@ reads `--methods`. What cannot work is a ValueError or FileNotFoundError of one 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,6 +244,15 @@ def split_methods(texts: Iterable[str]) -> list[str]:
     return methods
 
 
+def require_method(text: str, *others: str) -> None:
+    """Refuse what is no method, nor one of the `others` that a command knows."""
+    from ltm.methods import methods
+
+    known = [*methods(), *ALIASES, *others]
+    if text.partition(":")[0] not in known:
+        raise ValueError(f"method {text} is not known: choose from {', '.join(known)}")
+
+
 def method_config(text: str, ratio: float | None = None, **settings: Any) -> MethodConfig:
     """Read a method, `ltm`, `tome`, or with settings, `ltm:support=learned,sites=3+5+8`.
 
@@ -252,32 +261,26 @@ def method_config(text: str, ratio: float | None = None, **settings: Any) -> Met
     """
     from ltm.methods import config_from_dict, methods
 
+    require_method(text)
     name, _, options = text.partition(":")
     if name in ALIASES:
         name, _, meant = ALIASES[name].partition(":")
         options = f"{meant},{options}"
-    if name not in methods():
-        known = ", ".join([*methods(), *ALIASES])
-        raise ValueError(f"method {text} is not known: choose from {known}")
-    found = dict(_setting(name, option) for option in options.split(",") if option)
     lists = {field.name for field in fields(methods()[name]) if "tuple" in str(field.type)}
-    found = {
-        key: (value,) if key in lists and not isinstance(value, tuple) else value
-        for key, value in found.items()
-    }
+    found = dict(_setting(name, option, lists) for option in options.split(",") if option)
     values = {**settings, **found}
     if not {"ratio", "per_block", "counts"} & set(values):
         values["ratio"] = ratio
     return config_from_dict({"method": name, **values})
 
 
-def _setting(owner: str, text: str) -> tuple[str, Any]:
-    """Read `name=value`; `3+5+8` is several values, `7x7` a pair."""
+def _setting(owner: str, text: str, lists: Collection[str] = ()) -> tuple[str, Any]:
+    """Read `name=value`; `3+5+8` is several values, `7x7` a pair. One value of a list is a list."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{owner}: {text!r} is no setting; write name=value")
     values = [_value(part) for part in value.split("+")]
-    return name, tuple(values) if len(values) > 1 else values[0]
+    return name, tuple(values) if len(values) > 1 or name in lists else values[0]
 
 
 def _value(text: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from ltm.cli.images import require_least
+from ltm.cli.images import expected_images, require_least
 from ltm.cli.models import load_model, method_config
 from ltm.cli.results import check_folder, write_metrics
 
@@ -78,7 +78,7 @@ def visualize(
     require_least("limit", limit)
 
     from ltm.cli.pictures import generated_pictures, read_pictures, telling_block, trace_models
-    from ltm.data.transforms import image_spec
+    from ltm.data.config import DataConfig
     from ltm.evaluation.processes import local_device
     from ltm.visual.pictures import prepare
 
@@ -95,7 +95,7 @@ def visualize(
         merges=True,
     )
     models = {name: m.to(where) for name, m in _entrants(loaded, method, against, ratio).items()}
-    spec = image_spec(model=loaded)
+    spec = expected_images(loaded, DataConfig())
     chosen = [_target(text) for text in targets]
     if len(chosen) > 1 and len(chosen) != len(named):
         raise ValueError(
@@ -126,7 +126,14 @@ def _entrants(
     """The other method first, as in the paper's figure."""
     import copy
 
-    from ltm.api import conversion_of, is_merging, merge_tokens_, unmerge_tokens_
+    from ltm.api import (
+        conversion_of,
+        image_size_of,
+        is_merging,
+        merge_tokens_,
+        report,
+        unmerge_tokens_,
+    )
     from ltm.visual.curves import display_name
 
     host = copy.deepcopy(model)
@@ -134,14 +141,14 @@ def _entrants(
         if method is not None:
             raise ValueError("method: a saved run merges already; leave --method out")
         method = conversion_of(model).config.name
-        ratio = conversion_of(model).config.ratio or ratio
+        ratio = conversion_of(model).config.ratio or min(1.0, report(model).share)
         unmerge_tokens_(host)
     else:
         method = method or "ltm"
         merge_tokens_(model, method_config(method, ratio))
     found: dict[str, nn.Module] = {}
     if against not in ("none", method):
-        merge_tokens_(host, method_config(against, ratio))
+        merge_tokens_(host, method_config(against, ratio), image_size_of(model))
         found[display_name(against)] = host
     return {**found, display_name(method): model}
 
