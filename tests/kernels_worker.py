@@ -188,7 +188,8 @@ def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
 def informed(num_classes, width, **settings):
     """An informative step with statistics."""
     torch.manual_seed(0)
-    step = InformativeStep(num_classes, width, ltm.LTM(gain=1.0, **settings)).to(DEVICE)
+    site = replace(Site(**SITE, num_prefix=0), num_classes=num_classes, width=width)
+    step = InformativeStep(site, width, ltm.LTM(gain=1.0, **settings)).to(DEVICE)
     features = torch.randn(4 * num_classes, width, device=DEVICE) + 1
     labels = torch.arange(4 * num_classes, device=DEVICE) % num_classes
     for _ in range(2):  # memberships need centroids
