@@ -31,3 +31,11 @@ def test_a_file_and_another_runs_results_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="--overwrite"):
         check_folder(tmp_path, overwrite=False)
     check_folder(tmp_path, overwrite=True)
+
+
+def test_a_file_of_the_users_own_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# my project")
+    check_folder(tmp_path, overwrite=False)
+    check_folder(tmp_path, overwrite=True, written=("README.md",))
+    with pytest.raises(FileExistsError, match=r"has a README\.md, which would be replaced"):
+        check_folder(tmp_path, overwrite=False, written=("README.md",))

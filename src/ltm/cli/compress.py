@@ -96,7 +96,7 @@ def compress(
     output = (
         output or Path("runs") / f"{name.replace('/', '-')}-{method.partition(':')[0]}-{ratio:g}"
     )
-    check_folder(output, overwrite=overwrite)
+    check_folder(output, overwrite=overwrite, written=("README.md",))
 
     import torch
 

@@ -2,16 +2,21 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 def check_folder(
-    output: Path | None, *, overwrite: bool = True, other_ways: str = "use --overwrite"
+    output: Path | None,
+    *,
+    overwrite: bool = True,
+    other_ways: str = "use --overwrite",
+    written: Sequence[str] = (),
 ) -> None:
     """Say before any work is done that `output` cannot be a folder of results; nothing stays.
 
-    Without `overwrite` a folder that holds another run's results is refused.
+    Without `overwrite` a folder that holds another run's results is refused, and so is one with a
+    file of a name that is to be `written`, which may be the user's own.
     """
     if output is None:
         return
@@ -31,6 +36,12 @@ def check_folder(
             f"output {output} holds the results of another run: choose another folder, or "
             f"{other_ways}"
         )
+    for name in () if overwrite else written:
+        if _is_there(output / name):
+            raise FileExistsError(
+                f"output {output} has a {name}, which would be replaced: choose another folder, or "
+                f"{other_ways}"
+            )
 
 
 def _is_there(place: Path) -> bool:
