@@ -76,7 +76,7 @@ def evaluate(
         split: split of the data, where it has several.
         images: evaluate this many images instead of all.
         statistics: images, as in --data, whose class statistics LTM weighs tokens by; labels are
-            not used. Without them LTM weighs tokens by size alone.
+            not used. Without them LTM weighs tokens by size and attention.
         bottleneck: measure the information bottleneck.
         beta: sharpness of the soft class membership.
         num_classes: by default what the weights have.
