@@ -11,9 +11,9 @@ import ltm
 from ltm.adapters import select_adapter
 from ltm.adapters.planning import Planner
 from ltm.calibration import Calibration, Settings, Trial, calibrate
-from ltm.calibration.calibrate import token_levels
 from ltm.calibration.latency import within_milliseconds
 from ltm.calibration.schedules import Setting, config_of
+from ltm.calibration.sequences import token_levels
 from toys import pictures, size_of, toy
 
 pytestmark = pytest.mark.slow

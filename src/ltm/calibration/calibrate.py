@@ -24,6 +24,7 @@ from ltm.calibration.sequences import (
     Variants,
     largest_within,
     probe_blocks,
+    token_levels,
 )
 from ltm.calibration.settings import Settings, check_budget, check_images
 from ltm.calibration.trials import Trials
@@ -287,13 +288,6 @@ class Calibration:
             history=tuple(self.search.history),
             interrupted=interrupted,
         )
-
-
-def token_levels(num_in: int, num_prefix: int, multiple: int | None) -> list[int]:
-    """The token counts, prefix excluded, that suit the hardware."""
-    if multiple is None:
-        multiple = 8 if num_in >= 64 else 1
-    return [n for n in range(1, num_in) if (n + num_prefix) % multiple == 0]
 
 
 def _is_sequence(planner: Planner) -> bool:

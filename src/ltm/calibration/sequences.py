@@ -240,3 +240,10 @@ def _count(setting: Setting) -> int:
 def _replaced(schedule: Schedule, index: int, **changes: object) -> Schedule:
     changed = dataclasses.replace(schedule[index], **changes)  # pyright: ignore[reportArgumentType]
     return (*schedule[:index], changed, *schedule[index + 1 :])
+
+
+def token_levels(num_in: int, num_prefix: int, multiple: int | None) -> list[int]:
+    """The token counts, prefix excluded, that suit the hardware."""
+    if multiple is None:
+        multiple = 8 if num_in >= 64 else 1
+    return [n for n in range(1, num_in) if (n + num_prefix) % multiple == 0]

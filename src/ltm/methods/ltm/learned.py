@@ -26,13 +26,10 @@ from ltm.core.support import anchors
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 from ltm.methods.ltm.axis import Axis
 from ltm.methods.ltm.masks import dense, fold_grid, resample, shares, softmax_of, softmax_on
-from ltm.methods.ltm.step import LTMMerger
+from ltm.methods.ltm.step import LTMMerger, require_room
 
 if TYPE_CHECKING:
     from ltm.methods.ltm.config import LTM
-
-# Centroids of all merged tokens: 5 GB over the blocks of ViT-B at 1000 classes, hence a limit.
-TOKEN_SPACE_LIMIT = 1 << 28
 
 
 class LearnedMerger(LTMMerger):
@@ -78,11 +75,6 @@ class LearnedMerger(LTMMerger):
 
     def forget_statistics_(self) -> None:
         super().forget_statistics_()
-        if self.config.scope == "batch":
-            self.running_logits.zero_()
-
-    def reset_classes_(self, num_classes: int) -> None:
-        super().reset_classes_(num_classes)
         if self.config.scope == "batch":
             self.running_logits.zero_()
 
@@ -317,11 +309,11 @@ def _follow_loaded(merger: LearnedMerger, _keys: object) -> None:
 
 
 def _check_token_space(site: Site) -> None:
-    needed = 4 * site.num_classes * site.num_out * site.width
-    if needed > TOKEN_SPACE_LIMIT:
-        raise ValueError(
-            f"space: got 'token'; its centroids would take {needed / 2**20:.0f} MiB at block "
-            f"{site.block} ({site.num_classes} classes x {site.num_out} tokens x {site.width} "
-            f"channels), and at most {TOKEN_SPACE_LIMIT / 2**20:.0f} MiB a block is allowed: "
-            "use space='pooled'."
-        )
+    # 5 GB over the blocks of ViT-B at 1000 classes.
+    num_classes, tokens, width = site.num_classes, site.num_out, site.width
+    require_room(
+        num_classes * tokens * width,
+        "space: got 'token'; its centroids",
+        f"block {site.block} ({num_classes} classes x {tokens} tokens x {width} channels)",
+        "use space='pooled'.",
+    )

@@ -20,8 +20,8 @@ from ltm.methods.base import Hints, Merger, Site, token_size
 if TYPE_CHECKING:
     from ltm.methods.ltm.config import LTM
 
-# What every class costs images of every other: 1.8 GB a block at 21,841 classes, hence a limit.
-CLASS_TABLE_LIMIT = 1 << 28
+TABLE_LIMIT = 1 << 28
+"""Bytes that what is known of the classes may take, a table at a block."""
 
 
 class InformativeStep(nn.Module):
@@ -167,8 +167,8 @@ class LTMMerger(Merger):
     def reset_classes_(self, num_classes: int) -> None:
         before, dropped = self.informative, self.informative is None and self.site.num_classes > 0
         super().reset_classes_(num_classes)
-        self.statistics = None
         self.informative = None if dropped else self._new_step()
+        self.forget_statistics_()
         if self.informative is not None and before is not None:
             self.informative.to(before.centroids.device)
             if self.informative.gain is not None and before.gain is not None:
@@ -247,11 +247,21 @@ class LTMMerger(Merger):
 
 
 def _check_classes(site: Site) -> None:
-    needed = 4 * site.num_classes**2
-    if needed > CLASS_TABLE_LIMIT:
+    # 1.8 GB a block at ImageNet's 21,841 classes.
+    num_classes = site.num_classes
+    require_room(
+        num_classes**2,
+        f"weights: got 'informative'; its table of {num_classes} x {num_classes} classes",
+        f"block {site.block}",
+        "use weights='uniform', or give the network its own classes first.",
+    )
+
+
+def require_room(numbers: int, what: str, where: str, instead: str) -> None:
+    """Refuse a table of too many numbers."""
+    needed = 4 * numbers
+    if needed > TABLE_LIMIT:
         raise ValueError(
-            f"weights: got 'informative'; its table of {site.num_classes} x {site.num_classes} "
-            f"classes would take {needed / 2**20:.0f} MiB at block {site.block}, and at most "
-            f"{CLASS_TABLE_LIMIT / 2**20:.0f} MiB a block is allowed: use weights='uniform', or "
-            "give the network its own classes first."
+            f"{what} would take {needed / 2**20:.0f} MiB at {where}, and at most "
+            f"{TABLE_LIMIT / 2**20:.0f} MiB a block is allowed: {instead}"
         )
