@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ltm
 from ltm.adapters.base import attention_bias
-from ltm.core import fused, kernels
 from ltm.core.clustering import class_membership
 from ltm.core.matching import merge_in_order
 from ltm.core.merge import GridMerge
 from ltm.core.statistics import ClassStatistics
+from ltm.kernels import fused, triton as kernels
 from ltm.methods.base import Hints, Site, token_size
 from ltm.methods.ltm.axis import Axis
 from ltm.methods.ltm.harm import Patches, match_least_harm

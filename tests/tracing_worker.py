@@ -13,7 +13,7 @@ import torch
 
 import ltm
 from ltm.api import mergers
-from ltm.core import fused
+from ltm.kernels import fused
 from toys import pictures, size_of, toy
 
 CASES = {

@@ -10,8 +10,8 @@ from PIL import Image
 
 import ltm
 from ltm.cli import main
-from ltm.tasks.detection import SSDLiteConfig
-from ltm.tasks.saving import save_detector
+from ltm.detection.saving import save_detector
+from ltm.detection.ssdlite import SSDLiteConfig
 
 
 @pytest.fixture(scope="module")

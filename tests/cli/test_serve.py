@@ -11,7 +11,7 @@ import timm
 import ltm
 from ltm.cli import main
 from ltm.cli.serve import own_network
-from ltm.demo.networks import SAVED
+from ltm.web.networks import SAVED
 
 
 @pytest.mark.parametrize(

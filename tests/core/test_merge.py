@@ -13,7 +13,7 @@ from ltm.core.merge import (
     compose_weights,
     restore_through,
 )
-from ltm.core.operators import widened
+from ltm.kernels.operators import widened
 
 B, K, C = 3, 2, 5
 

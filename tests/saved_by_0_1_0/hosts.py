@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.models.efficientvit_mit import EfficientVit
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer

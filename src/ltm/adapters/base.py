@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ltm.adapters.state import Record, Tokens, TokenState
-from ltm.core import fused
 from ltm.core.cost import meta_images, run_on_meta
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
+from ltm.kernels import fused
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 

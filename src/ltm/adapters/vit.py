@@ -28,9 +28,9 @@ from ltm.adapters.base import (
 from ltm.adapters.conversion import Resizable
 from ltm.adapters.state import Tokens, TokenState, require_sizes
 from ltm.adapters.taps import tap_, untap_
-from ltm.core import fused, operators
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
+from ltm.kernels import fused, operators
 from ltm.methods.base import MethodConfig, Site
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ltm.cli.pictures import Named
-    from ltm.visual.comparison import Comparison
+    from ltm.report.comparison import Comparison
 
 INTERRUPTED = 130
 """What a shell sees of a command that Ctrl-C stopped."""
@@ -214,8 +214,8 @@ def show(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ltm.visual.report import table_of
-    from ltm.visual.verdicts import verdicts
+    from ltm.report.report import table_of
+    from ltm.report.verdicts import verdicts
 
     # A file or a pipe has no width: tables there are as wide as they need.
     console = Console() if sys.stdout.isatty() else Console(width=200)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from ltm.cli.pictures import Named
     from ltm.methods import MethodConfig
-    from ltm.visual.comparison import Comparison
-    from ltm.visual.report import Illustration
+    from ltm.report.comparison import Comparison
+    from ltm.report.report import Illustration
 
 _THRESHOLD_IMAGES = 64
 
@@ -217,8 +217,8 @@ class Compression:
     def draw(self) -> None:
         """Pictures of what becomes one token."""
         from ltm.data.config import DataConfig
-        from ltm.visual.curves import display_name
-        from ltm.visual.pictures import prepare
+        from ltm.report.curves import display_name
+        from ltm.report.pictures import prepare
 
         base, named = self.models[BASE], self.options.pictures
         if named is None:
@@ -247,8 +247,8 @@ class Compression:
 
     def write(self) -> Comparison:
         """Write what is known: metrics.json, report.html and the model card."""
-        from ltm.visual.card import write_card
-        from ltm.visual.report import write_report
+        from ltm.report.card import write_card
+        from ltm.report.report import write_report
 
         comparison = self.comparison()
         write_metrics(self.options.output, comparison.to_dict())
@@ -260,8 +260,8 @@ class Compression:
         """What is known so far."""
         from ltm.api import report
         from ltm.evaluation.environment import describe
-        from ltm.visual.comparison import Comparison, block_changes
-        from ltm.visual.curves import display_name
+        from ltm.report.comparison import Comparison, block_changes
+        from ltm.report.curves import display_name
 
         options = self.options
         done = report(self.model) if options.method in self.models else None

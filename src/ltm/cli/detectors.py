@@ -12,7 +12,7 @@ import tyro
 
 from ltm.cli.progress import Progress
 from ltm.cli.results import check_folder, write_metrics
-from ltm.training.detection_config import (
+from ltm.detection.settings import (
     DetectionSettings,
     Task,
     find_detection_recipe,
@@ -22,7 +22,7 @@ from ltm.training.detection_config import (
 if TYPE_CHECKING:
     import torch
 
-    from ltm.tasks.saving import LoadedDetector
+    from ltm.detection.saving import LoadedDetector
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 COMMANDS: dict[Task, str] = {"ssdlite": "detect", "mask_rcnn": "segment"}
@@ -52,7 +52,7 @@ class Train:
 
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
-        from ltm.training.detection_run import train_detector
+        from ltm.detection.run import train_detector
 
         assert self.settings.detector.task == task
         train_detector(self.settings, self.output, resume=self.resume, overwrite=self.overwrite)
@@ -90,16 +90,16 @@ class Evaluate:
         """Run the action, for detectors of one kind."""
         check_folder(self.output)
         _check_threshold(self.threshold)
-        from ltm.data.detection import collate_detection, open_detection
-        from ltm.data.detection_transforms import detection_transforms
         from ltm.data.loading import build_loader
-        from ltm.evaluation.coco import (
+        from ltm.detection.cost import detector_cost
+        from ltm.detection.data import collate_detection, open_detection
+        from ltm.detection.score import (
             detect,
             evaluate_detections,
             require_evaluator,
             write_results,
         )
-        from ltm.tasks.cost import detector_cost
+        from ltm.detection.transforms import detection_transforms
 
         require_evaluator()
         device = _device(self.device)
@@ -168,7 +168,7 @@ class Predict:
         """Run the action, for detectors of one kind."""
         check_folder(self.output)
         _check_threshold(self.threshold)
-        from ltm.evaluation.coco import write_results
+        from ltm.detection.score import write_results
 
         if not self.images:
             raise ValueError("images: give image files, folders of them, or shapes")
@@ -236,7 +236,7 @@ def _device(name: Device) -> torch.device:
 
 def _load(run: Path, task: Task, device: torch.device) -> LoadedDetector:
     from ltm.api.deployment import saved_folder
-    from ltm.tasks.saving import TASKS, load_detector
+    from ltm.detection.saving import TASKS, load_detector
 
     loaded = load_detector(saved_folder(run))
     kind: Task = next(name for name, made in TASKS.items() if isinstance(loaded.config, made))
@@ -251,7 +251,7 @@ def _read(images: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     from ltm.cli.pictures import read_pictures
-    from ltm.data.detection import open_detection
+    from ltm.detection.data import open_detection
 
     named: list[tuple[str, torch.Tensor]] = []
     for text in images:
@@ -279,8 +279,8 @@ def _draw(
     import torch
     from torchvision.transforms.v2.functional import to_pil_image
 
-    from ltm.evaluation.coco import coco_results
-    from ltm.tasks.drawing import draw_detections
+    from ltm.detection.drawing import draw_detections
+    from ltm.detection.score import coco_results
 
     folder.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from ltm.cli.results import check_folder, write_metrics
 if TYPE_CHECKING:
     from torch import nn
 
-    from ltm.export.job import Export
+    from ltm.deployment.job import Export
     from ltm.methods import MethodConfig
 
 
@@ -134,8 +134,8 @@ def _job(
     network: nn.Module, output: Path, data: str, names: Path | None, crop_ratio: float | None
 ) -> Export:
     from ltm.data.config import DataConfig
-    from ltm.export.information import describe, read_class_names, saved_class_names
-    from ltm.export.job import Export
+    from ltm.deployment.information import describe, read_class_names, saved_class_names
+    from ltm.deployment.job import Export
 
     spec = expected_images(network, DataConfig(source=data, crop_ratio=crop_ratio))
     known = None

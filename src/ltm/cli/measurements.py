@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ltm.evaluation.accuracy import Outputs, PairedDifference
     from ltm.evaluation.bottleneck import SiteBottleneck
     from ltm.evaluation.latency import Timing
-    from ltm.visual.comparison import Network
+    from ltm.report.comparison import Network
 
 BASE = "base"
 _SAMPLE = 64
@@ -105,7 +105,7 @@ class Measurements:
         """One row per network of all that was measured."""
         from ltm.evaluation.accuracy import paired_interval, summarise
         from ltm.evaluation.cost import num_parameters
-        from ltm.visual.comparison import Network
+        from ltm.report.comparison import Network
 
         sample = cache(lambda: self.sample(_SAMPLE))
         base, base_gmacs = self.outputs.get(BASE), gmacs_of(self.models[BASE], 0.0, sample)
@@ -156,7 +156,7 @@ def gmacs_of(model: nn.Module, base_gmacs: float, sample: Callable[[], Tensor]) 
 def tokens_of(model: nn.Module, images: Tensor) -> dict[int, float]:
     """Tokens after each block, also of a network that merges nothing."""
     from ltm.evaluation.bottleneck import watchable
-    from ltm.visual.tracing import tokens_by_block
+    from ltm.report.tracing import tokens_by_block
 
     with watchable(model) as watched:
         return tokens_by_block(watched, images)

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import nn
 
-    from ltm.visual.heatmaps import Traces
-    from ltm.visual.pictures import Scenes
-    from ltm.visual.report import Illustration
+    from ltm.report.heatmaps import Traces
+    from ltm.report.pictures import Scenes
+    from ltm.report.report import Illustration
 
 GENERATED = "generated"
 NUM_PICTURES = 5
@@ -67,7 +67,7 @@ def trace_models(models: Mapping[str, nn.Module], scenes: Scenes) -> Traces:
     """Follow the tokens of the pictures through every network."""
     import torch
 
-    from ltm.visual.tracing import trace
+    from ltm.report.tracing import trace
 
     traces = {}
     for name, model in models.items():
@@ -79,10 +79,10 @@ def trace_models(models: Mapping[str, nn.Module], scenes: Scenes) -> Traces:
 
 def illustrate(scenes: Scenes, traces: Traces, block: int) -> list[Illustration]:
     """The report's pictures: merge weights, groups, and a film through the blocks."""
-    from ltm.visual.groups import film_bytes, layer_frames
-    from ltm.visual.heatmaps import groups_figure, weights_figure
-    from ltm.visual.pictures import data_uri, figure_bytes
-    from ltm.visual.report import Illustration
+    from ltm.report.groups import film_bytes, layer_frames
+    from ltm.report.heatmaps import groups_figure, weights_figure
+    from ltm.report.pictures import data_uri, figure_bytes
+    from ltm.report.report import Illustration
 
     names = " and ".join(traces)
     shown = "; ".join(name.replace("\n", " ") for name in scenes.names)

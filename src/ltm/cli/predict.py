@@ -17,8 +17,8 @@ from ltm.cli.progress import Progress
 from ltm.cli.results import check_folder, write_metrics
 
 if TYPE_CHECKING:
-    from ltm.export.information import ModelInformation
-    from ltm.export.prediction import ImageModel
+    from ltm.deployment.information import ModelInformation
+    from ltm.deployment.prediction import ImageModel
 
     Known = tuple[Any, ModelInformation]
 
@@ -74,7 +74,7 @@ def predict(
         output: folder for predictions and metrics.json; by default they are printed.
         overwrite: replace another run's results there.
     """
-    from ltm.export.sources import check_inputs
+    from ltm.deployment.sources import check_inputs
 
     if not inputs:
         raise ValueError("inputs: give images, folders, a list of paths, or - for standard input")
@@ -83,9 +83,9 @@ def predict(
     check_inputs(inputs)
     check_folder(output, overwrite=overwrite)
 
-    from ltm.export.prediction import Classifier, predict as stream
-    from ltm.export.sources import image_paths
-    from ltm.export.writing import open_writer
+    from ltm.deployment.prediction import Classifier, predict as stream
+    from ltm.deployment.sources import image_paths
+    from ltm.deployment.writing import open_writer
 
     options = {
         "pretrained": pretrained,
@@ -130,8 +130,8 @@ def _detector(run: Path | None, threshold: float, others: dict[str, Any]) -> Ima
         return None  # Loading the network will say what is wrong.
     if not isinstance(known, dict) or "detector" not in known:
         return None
-    from ltm.export.prediction import Detector
-    from ltm.tasks.saving import load_detector
+    from ltm.deployment.prediction import Detector
+    from ltm.detection.saving import load_detector
 
     refuse_given(others, "a saved detector")
     return Detector(load_detector(config.parent), threshold)
@@ -143,7 +143,7 @@ def _onnx(
     """What gives scores, and what is known about it: an ONNX file, if there is one."""
     if path is None:
         return None
-    from ltm.export.runtime import OnnxModel
+    from ltm.deployment.runtime import OnnxModel
 
     if run is not None or model is not None:
         raise ValueError("onnx: give one of --onnx, --run and --model")
@@ -159,7 +159,7 @@ def _onnx(
 
 def _network(run: Path | None, model: str | None, options: dict[str, Any]) -> Known:
     """The same of a network."""
-    from ltm.export.information import describe, saved_class_names
+    from ltm.deployment.information import describe, saved_class_names
 
     if run is None and model is None:
         raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
@@ -172,7 +172,7 @@ def _network(run: Path | None, model: str | None, options: dict[str, Any]) -> Kn
 def _adjusted(
     known: ModelInformation, num_classes: int, names: Path | None, crop_ratio: float | None
 ) -> ModelInformation:
-    from ltm.export.information import check_class_names, read_class_names
+    from ltm.deployment.information import check_class_names, read_class_names
 
     if names is not None:
         known = dataclasses.replace(known, class_names=read_class_names(names))

@@ -16,7 +16,7 @@ from ltm.cli.results import check_folder, write_metrics
 if TYPE_CHECKING:
     from torch import nn
 
-    from ltm.demo.networks import Network
+    from ltm.web.networks import Network
 
 
 def serve(
@@ -67,9 +67,9 @@ def serve(
     if run is None and model is None and not embedded:
         raise ValueError("embedded: there is no network to show; name one, or give --run")
 
-    from ltm.demo.embedded import embedded_network
-    from ltm.demo.networks import Gallery
-    from ltm.demo.server import serving
+    from ltm.web.embedded import embedded_network
+    from ltm.web.networks import Gallery
+    from ltm.web.server import serving
 
     networks = [embedded_network(name) for name in embedded]
     if run is not None or model is not None:
@@ -114,8 +114,8 @@ def own_network(
     crop_ratio: float | None,
 ) -> Network:
     """A network that somebody brought, with what is known about its images and classes."""
-    from ltm.demo.networks import as_network
-    from ltm.export.information import describe, read_class_names, saved_class_names
+    from ltm.deployment.information import describe, read_class_names, saved_class_names
+    from ltm.web.networks import as_network
 
     names = saved_class_names(run) if run is not None else None
     if class_names is not None:

@@ -13,11 +13,11 @@ import tyro
 from ltm.cli.results import check_folder
 
 if TYPE_CHECKING:
-    from ltm.experiments.place import Place
-    from ltm.experiments.runner import Summary
-    from ltm.experiments.scales.base import Scale
-    from ltm.experiments.store import Store
-    from ltm.experiments.table import Experiment, Table
+    from reproduction.place import Place
+    from reproduction.runner import Summary
+    from reproduction.scales.base import Scale
+    from reproduction.store import Store
+    from reproduction.table import Experiment, Table
 
     Declared = list[tuple[Experiment, Table]]
 
@@ -73,7 +73,7 @@ def table(
         draw_only: write tables from the rows that are there, and run nothing.
         readme: page to put the paper beside ours into (beside only).
     """
-    from ltm.experiments.tables import EXPERIMENTS, find_experiments
+    from reproduction.tables import EXPERIMENTS, find_experiments
 
     if name == "list":
         for experiment in EXPERIMENTS.values():
@@ -81,9 +81,9 @@ def table(
         return
     experiments = find_experiments("all" if name == "beside" else name)
     _check_numbers(devices, processes, seeds, minutes)
-    from ltm.experiments.scales import check, make_scale, remembered
-    from ltm.experiments.scales.base import Sources
-    from ltm.experiments.store import Store
+    from reproduction.scales import check, make_scale, remembered
+    from reproduction.scales.base import Sources
+    from reproduction.store import Store
 
     output = output or Path("runs") / f"tables-{scale}"
     check_folder(output)
@@ -102,8 +102,8 @@ def table(
     if not draw_only:
         deadline = math.inf if minutes is None else time.time() + 60 * minutes
         place = _place(store, device, devices=devices, workers=workers, deadline=deadline)
-        from ltm.experiments.runner import run_jobs
-        from ltm.experiments.side_by_side import run_side_by_side
+        from reproduction.runner import run_jobs
+        from reproduction.side_by_side import run_side_by_side
 
         jobs = [job for _, made in declared for job in made.jobs()]
         if processes == 1:
@@ -134,9 +134,9 @@ def _with_seeds(scale: Scale, number: int | None) -> Scale:
 def _place(store: Store, device: str, *, devices: int, workers: int, deadline: float) -> Place:
     from rich.console import Console
 
-    import ltm.experiments.work  # noqa: F401 - registers how jobs are run
+    import reproduction.work  # noqa: F401 - registers how jobs are run
     from ltm.evaluation.processes import local_device
-    from ltm.experiments.place import Place
+    from reproduction.place import Place
 
     return Place(
         store=store,
@@ -150,8 +150,8 @@ def _place(store: Store, device: str, *, devices: int, workers: int, deadline: f
 
 def _write(declared: Declared, store: Store, scale: str, summary: Summary | None) -> None:
     """Write all tables, whatever came of the run; then say what came of it."""
-    from ltm.experiments.store import write_text
-    from ltm.experiments.writing import write_table
+    from reproduction.store import write_text
+    from reproduction.writing import write_table
 
     for experiment, made in declared:
         print(write_table(experiment, made, store, scale) / "table.md")
@@ -177,8 +177,8 @@ def _write(declared: Declared, store: Store, scale: str, summary: Summary | None
 
 
 def _write_beside(declared: Declared, store: Store, scale: str, readme: Path | None) -> None:
-    from ltm.experiments.beside import beside, write_section
-    from ltm.experiments.store import write_text
+    from reproduction.beside import beside, write_section
+    from reproduction.store import write_text
 
     section = beside(declared, store, scale)
     page = store.output / "beside.md" if readme is None else readme

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from ltm.cli.pictures import Named
     from ltm.core.schedule import Grid
-    from ltm.visual.heatmaps import Traces
-    from ltm.visual.pictures import Scenes
+    from ltm.report.heatmaps import Traces
+    from ltm.report.pictures import Scenes
 
 _PER_SHEET = 6
 
@@ -80,7 +80,7 @@ def visualize(
     from ltm.cli.pictures import generated_pictures, read_pictures, telling_block, trace_models
     from ltm.data.config import DataConfig
     from ltm.evaluation.processes import local_device
-    from ltm.visual.pictures import prepare
+    from ltm.report.pictures import prepare
 
     where = local_device(device)
     named = read_pictures(images, limit) if images else generated_pictures(_PER_SHEET)
@@ -134,7 +134,7 @@ def _entrants(
         report,
         unmerge_tokens_,
     )
-    from ltm.visual.curves import display_name
+    from ltm.report.curves import display_name
 
     host = copy.deepcopy(model)
     if is_merging(model):
@@ -167,7 +167,7 @@ def _target(text: str) -> Grid:
 
 def _blocks(sites: str, traces: Traces, telling: int | None) -> list[int]:
     """The blocks to draw, of those in which something merges."""
-    from ltm.visual.groups import merging_blocks
+    from ltm.report.groups import merging_blocks
 
     own = merging_blocks(dict([list(traces.items())[-1]]))
     if not own:
@@ -187,8 +187,8 @@ def _blocks(sites: str, traces: Traces, telling: int | None) -> list[int]:
 def _draw_block(
     scenes: Scenes, traces: Traces, block: int, marks: Sequence[Grid], *, output: Path, ending: str
 ) -> list[Path]:
-    from ltm.visual.heatmaps import groups_figure, weights_figure
-    from ltm.visual.pictures import figure_bytes
+    from ltm.report.heatmaps import groups_figure, weights_figure
+    from ltm.report.pictures import figure_bytes
 
     figures = {
         "weights": weights_figure(scenes, traces, block, marks or None),
@@ -204,7 +204,7 @@ def _draw_block(
 
 
 def _draw_films(scenes: Scenes, traces: Traces, output: Path, first: int) -> list[Path]:
-    from ltm.visual.groups import film_bytes, layer_frames
+    from ltm.report.groups import film_bytes, layer_frames
 
     paths = []
     for index in range(len(scenes)):
@@ -218,7 +218,7 @@ def _measure(
     scenes: Scenes, traces: Traces, block: int, marks: Sequence[Grid]
 ) -> list[dict[str, Any]]:
     """The numbers in the pictures: tokens left, and the weights of the target's token."""
-    from ltm.visual.heatmaps import default_targets, maps_at, rescale
+    from ltm.report.heatmaps import default_targets, maps_at, rescale
 
     maps = maps_at(traces, block, len(scenes))
     reference = list(maps.values())[-1]

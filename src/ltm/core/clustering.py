@@ -10,13 +10,10 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ltm.core import validation
-from ltm.core.precision import full_precision, widen
+from ltm.kernels.precision import ZERO_LENGTH, full_precision, widen
 
 INPUT_SIDE = 32
 """Side to which input images are resampled before they are clustered."""
-
-ZERO_LENGTH = 1e-12
-"""A feature no longer than this has no direction."""
 
 
 def normalise(x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ltm.core import fused, operators
 from ltm.core.merge import Merge, Merged
+from ltm.kernels import fused, operators
 
 _TINY = 1e-12
 

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
 from ltm.core import validation
-from ltm.core.clustering import ZERO_LENGTH, class_membership, normalise
-from ltm.core.precision import full_precision, widen
+from ltm.core.clustering import class_membership, normalise
+from ltm.kernels.precision import ZERO_LENGTH, full_precision, widen
 
 
 def psi(q: Float[Tensor, "a y"], labels: Num[Tensor, "b *y"]) -> Float[Tensor, "b a"]:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core import fused, operators
+from ltm.kernels import fused, operators
 
 
 class Merged(NamedTuple):

@@ -20,9 +20,9 @@ from ltm.core.merge import (
     Merge,
     StaticMerge,
 )
-from ltm.core.operators import widened
 from ltm.core.schedule import Grid
 from ltm.core.support import anchors
+from ltm.kernels.operators import widened
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 from ltm.methods.ltm.axis import Axis
 from ltm.methods.ltm.masks import dense, fold_grid, resample, shares, softmax_of, softmax_on

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core import fused, operators
 from ltm.core.groups import MatchedMerge
 from ltm.core.matching import Match, merge_in_order
+from ltm.kernels import fused, operators
 from ltm.methods.base import Decision, Hints, Site, token_size
 from ltm.methods.ltm.harm import Patches, match_least_harm, match_unimportant
 from ltm.methods.ltm.step import InformativeStep, LTMMerger

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ltm.core import clustering, fused, mask_gradient, operators
+from ltm.core import clustering, mask_gradient
 from ltm.core.statistics import ClassStatistics
+from ltm.kernels import fused, operators
 from ltm.methods.base import Hints, Merger, Site, token_size
 
 if TYPE_CHECKING:

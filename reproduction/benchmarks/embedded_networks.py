@@ -1,0 +1,100 @@
+"""Train the small networks that come with the package and show themselves in `ltm serve`.
+
+    python reproduction/benchmarks/embedded_networks.py --output runs/embedded
+
+Generated shapes of 20 classes at 96 px, a fixed seed, one core, about a quarter of an hour each.
+Weights go into the package in half precision. Their accuracy, as stored, is that on 1,000 images of
+the test split; which epoch is kept was decided on others.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ltm.data.classification import open_dataset
+from ltm.data.config import AugmentConfig, DataConfig
+from ltm.data.loading import evaluation_loader
+from ltm.evaluation.accuracy import evaluate, summarise
+from ltm.evaluation.environment import describe
+from ltm.training.config import (
+    MergeSettings,
+    ModelSettings,
+    OptimSettings,
+    RunSettings,
+    Settings,
+    TrainingData,
+)
+from ltm.training.run import train
+from ltm.web.embedded import CLASSES, EMBEDDED, SIDE, embedded_network, weights_path
+
+VAL_IMAGES = 1000
+SOURCE = f"shapes:classes={CLASSES},size={SIDE},images=8000,val_images={VAL_IMAGES}"
+
+
+def settings(name: str, epochs: int, seed: int) -> Settings:
+    """The settings of one network's training."""
+    found = EMBEDDED[name]
+    return Settings(
+        model=ModelSettings(name=found.model, model_args=found.words),
+        merge=MergeSettings(method="none"),
+        data=TrainingData(source=SOURCE, image_size=SIDE, batch_size=64, workers=0),
+        augment=AugmentConfig.light(),
+        optim=OptimSettings(epochs=epochs, optimizer="muon", lr=5e-3, lr_warmup_epochs=0.5, clip=1),
+        run=RunSettings(device="cpu", seed=seed),
+    )
+
+
+def keep(name: str, run: Path) -> None:
+    """Put a run's weights into the package, in half precision."""
+    weights = load_file(run / "model" / "model.safetensors")
+    target = weights_path(name)
+    target.parent.mkdir(exist_ok=True)
+    save_file({key: value.half().contiguous() for key, value in weights.items()}, target)
+
+
+def accuracy(name: str) -> float:
+    """Top-1 of a network as the package has it, on images that had no part in its training."""
+    network = embedded_network(name)
+    loader = evaluation_loader(
+        open_dataset(SOURCE, split="test"), network.spec, DataConfig(batch_size=100, workers=0)
+    )
+    return summarise(evaluate({name: network.model}, loader)[name]).top1
+
+
+def main() -> None:
+    """Train, keep, measure and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", default=list(EMBEDDED), choices=list(EMBEDDED))
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("runs/embedded"))
+    args = parser.parse_args()
+    for name in args.networks:
+        run = args.output / name.lower()
+        train(settings(name, args.epochs, args.seed), run, resume="auto")
+        keep(name, run)
+    report = {
+        "command": f"python reproduction/benchmarks/embedded_networks.py --epochs {args.epochs}",
+        "seed": args.seed,
+        "images": SOURCE,
+        "networks": {
+            name: {
+                "top1": accuracy(name),
+                "test_images": VAL_IMAGES,
+                "bytes": weights_path(name).stat().st_size,
+            }
+            for name in EMBEDDED
+        },
+        "environment": dataclasses.asdict(describe(torch.device("cpu"))),
+    }
+    text = json.dumps(report, indent=1) + "\n"
+    (args.output / "embedded_networks.json").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

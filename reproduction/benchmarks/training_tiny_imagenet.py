@@ -1,0 +1,357 @@
+"""Fine-tune ViT-Ti on Tiny-ImageNet, then LTM and LTMP on it; epoch times; the loader's speed.
+
+    python reproduction/benchmarks/training_tiny_imagenet.py --data tiny-imagenet.zip \
+        --weights vit_tiny_patch16_224.safetensors --output results/training_tiny_imagenet
+
+Needs a GPU. Every part is written down as soon as it is done (`training_tiny_imagenet.json` and
+`.md`); a part that fails is reported and the next one starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from rich.console import Console
+from torch import nn
+from training_report import Report, Row
+
+from ltm.api import report as report_of
+from ltm.data.batches import Batch
+from ltm.data.classification import Splits, open_splits
+from ltm.data.loading import evaluation_loader, training_loader
+from ltm.data.transforms import image_spec
+from ltm.training.budget import set_thresholds_
+from ltm.training.config import Settings, TrainingData, from_mapping
+from ltm.training.loop import Loaders, Trainer
+from ltm.training.models import build_model
+from ltm.training.processes import make_fabric
+from ltm.training.run import train
+from ltm.training.statistics import start_statistics_
+from ltm.training.validation import evaluate
+
+LIGHT = {
+    "scale": [0.6, 1.0],
+    "color_jitter": 0.0,
+    "auto_augment": None,
+    "erase": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "smoothing": 0.0,
+}
+METHODS = {
+    "LTM": {"method": "ltm"},
+    "LTM, learned support": {"method": "ltm", "method_options": ["support=learned"]},
+    "LTMP": {"method": "ltmp"},
+}
+
+
+def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> Settings:
+    """Settings on Tiny-ImageNet; groups are added to what all runs share."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"name": "vit_tiny_patch16_224"},
+        "data": {
+            "source": str(options.data),
+            "batch_size": options.batch_size,
+            "workers": options.workers,
+            "image_size": options.image_size,
+            "crop_ratio": 1.0,
+            "resident": options.resident,
+        },
+        "augment": LIGHT,
+        "run": {"device": options.device, "precision": options.precision},
+    }
+    for group, changes in groups.items():
+        values[group] = values.get(group, {}) | changes
+    return from_mapping(values)
+
+
+@cache
+def splits_of(data: TrainingData) -> Splits:
+    """The images, opened once: what is kept of them on the GPU serves all runs."""
+    return open_splits(data)
+
+
+def row_of(name: str, folder: Path, trained: int) -> Row:
+    """What a finished run says."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    with (folder / "log.csv").open(newline="") as file:
+        epochs = list(csv.DictReader(file))
+    later = epochs[1:] or epochs
+    train_seconds = [float(epoch["train_seconds"]) for epoch in later]
+    all_seconds = [
+        float(epoch["train_seconds"]) + float(epoch["statistics_seconds"]) for epoch in later
+    ]
+    speeds = [float(epoch["images_per_second"]) for epoch in later]
+    return {
+        "name": name,
+        "epochs": len(epochs),
+        "top1": metrics["top1"],
+        "last_top1": metrics["last_top1"],
+        "loss": metrics["loss"],
+        "mac_share": metrics["mac_share"],
+        "ib_loss": metrics["ib_loss"],
+        "ib_bound": metrics["ib_bound"],
+        "trained": trained,
+        "seconds": statistics.median(train_seconds),
+        "seconds_all": statistics.median(all_seconds),
+        "images_per_second": statistics.median(speeds),
+        "epochs_log": epochs,
+    }
+
+
+def run_one(report: Report, options: argparse.Namespace, name: str, settings: Settings) -> Path:
+    """Train, note the row, keep the log."""
+    slug = "".join(c if c.isalnum() else "_" for c in name.lower())
+    folder = options.output / "runs" / f"{slug}_{settings.optim.epochs}"
+    result = train(
+        settings,
+        folder,
+        overwrite=True,
+        splits=splits_of(settings.data),
+        console=Console(file=sys.stdout, soft_wrap=True),
+    )
+    trained = sum(p.numel() for p in result.model.parameters() if p.requires_grad)
+    report.rows.append(row_of(name, folder, trained))
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return folder
+
+
+def base(report: Report, options: argparse.Namespace) -> None:
+    """Fine-tune the whole network on the 200 classes."""
+    settings = settings_of(
+        options,
+        model={"weights": str(options.weights), "drop_path": 0.1},
+        merge={"method": "none"},
+        augment=LIGHT | {"smoothing": 0.1},
+        optim={
+            "epochs": options.base_epochs,
+            "lr": 5e-4,
+            "reference_batch": 512,
+            "weight_decay": 0.05,
+            "lr_warmup_epochs": 0.5,
+            "clip": 1.0,
+            "min_lr": 1e-6,
+        },
+    )
+    folder = run_one(report, options, "ViT-Ti", settings)
+    shutil.copytree(folder / "model", options.output / "base", dirs_exist_ok=True)
+
+
+def tuned(
+    report: Report, options: argparse.Namespace, name: str, merge: dict[str, Any], epochs: int
+) -> None:
+    """Fine-tune mask modules on the frozen network."""
+    settings = settings_of(
+        options,
+        model={"weights": str(options.output / "base")},
+        merge={"ratio": options.ratio} | merge,
+        optim={"epochs": epochs, "lr": 5e-3, "weight_decay": 0.0, "min_lr": 1e-4},
+        tune={"trainable": "mergers"},
+    )
+    run_one(report, options, name, settings)
+
+
+def untrained(
+    report: Report, options: argparse.Namespace, name: str, merge: dict[str, Any]
+) -> None:
+    """The same without training: class statistics, or thresholds, from training images alone."""
+    settings = settings_of(
+        options,
+        model={"weights": str(options.output / "base")},
+        merge={"ratio": options.ratio, "statistics_images": 4000} | merge,
+        optim={"epochs": 1},
+        tune={"trainable": "mergers"},
+    )
+    splits, fabric = splits_of(settings.data), make_fabric(settings.run)
+    fabric.launch()
+    model = fabric.to_device(build_model(settings, splits.train.num_classes)).eval()
+    spec = image_spec(settings.data, model)
+    # Images of all classes: a few for thresholds, more for statistics.
+    number = 512 if merge["method"] == "ltmp" else settings.merge.statistics_images
+    clean = evaluation_loader(
+        splits.train.take(number),  # type: ignore[union-attr]
+        spec,
+        settings.data,
+        device=fabric.device,
+    )
+    share = report_of(model).share
+    if merge["method"] == "ltmp":
+        images = torch.cat([batch.images for batch in clean])
+        share = set_thresholds_(model, images)
+    else:
+        start_statistics_(model, clean)
+    val = evaluation_loader(splits.val, spec, settings.data, device=fabric.device)
+    found = evaluate(model, val, splits.train.num_classes, fabric)
+    report.rows.append(
+        {
+            "name": name,
+            "epochs": 0,
+            "top1": found.top1,
+            "loss": found.loss,
+            "mac_share": share,
+            "ib_loss": found.ib_loss,
+            "ib_bound": found.ib_bound,
+            "trained": 0,
+        }
+    )
+    print(f"{name}, untrained: top-1 {100 * found.top1:.2f}, MACs {share:.3f}", flush=True)
+
+
+Part = tuple[str, Callable[[], None]]
+
+
+class Preloaded:
+    """Batches that lie on the device already, as many as a loader gives."""
+
+    def __init__(self, batches: list[Batch], length: int) -> None:
+        self._batches, self._length = batches, length
+
+    def set_epoch(self, epoch: int, *, more: bool = False) -> None:
+        """Always the same batches."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in range(self._length):
+            yield self._batches[step % len(self._batches)]
+
+
+def loading(report: Report, options: argparse.Namespace) -> None:
+    """The same loop on the loader's batches and on pre-loaded ones, ViT-S at 224 px."""
+    settings = settings_of(
+        options,
+        model={"name": "vit_small_patch16_224"},
+        merge={"method": "none"},
+        data={"batch_size": options.loader_batch, "image_size": 224, "resident": False},
+        optim={"epochs": 100, "lr": 1e-4},
+    )
+    splits, fabric = splits_of(settings.data), make_fabric(settings.run)
+    fabric.launch()
+    num_classes = splits.train.num_classes
+    model: nn.Module = timm.create_model("vit_small_patch16_224", num_classes=num_classes)
+    fabric.to_device(model)
+    loader = training_loader(
+        splits.train,
+        image_spec(settings.data, model),
+        settings.data,
+        settings.augment,
+        device=fabric.device,
+    )
+    held: Any = Preloaded(list(islice(loader, 8)), len(loader))
+    none: Any = Preloaded([], 0)
+    sources = {
+        name: Loaders(train=source, val=none, clean=lambda: none, num_classes=num_classes)
+        for name, source in {"pre-loaded": held, f"{options.workers} workers": loader}.items()
+    }
+    trainer = Trainer(fabric, settings, model, sources["pre-loaded"], Console(quiet=True))
+    speeds: dict[str, list[float]] = {name: [] for name in sources}
+    # Each source's epochs in a row: workers have no other epoch in which to get ahead.
+    turns = [name for _ in range(2) for name in sources for _ in range(options.loader_epochs + 1)]
+    for epoch, name in enumerate(turns):
+        trainer.loaders = sources[name]
+        row = trainer.run_epoch(epoch)
+        print(f"{name}: {row.images_per_second:.0f} images/s", flush=True)
+        if epoch and turns[epoch - 1] == name:  # a first one starts workers and warms up
+            speeds[name].append(row.images_per_second)
+    report.loader += [
+        {
+            "name": name,
+            "preloaded": name == "pre-loaded",
+            "images_per_second": statistics.median(found),
+            "all": found,
+        }
+        for name, found in speeds.items()
+    ]
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="tiny-imagenet.zip or its folder")
+    parser.add_argument("--weights", type=Path, required=True, help="ViT-Ti/16 in timm's keys")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--precision", choices=["32", "bf16", "16"], default="bf16")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument(
+        "--resident", action="store_true", help="keep the images on the GPU, but for the loader"
+    )
+    parser.add_argument("--ratio", type=float, default=0.7)
+    parser.add_argument("--base-epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--loader-batch", type=int, default=256)
+    parser.add_argument("--loader-epochs", type=int, default=3)
+    parser.add_argument(
+        "--parts", nargs="+", choices=["loader", "training"], default=["loader", "training"]
+    )
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no part after so many")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run all parts, as far as time allows."""
+    options = parse()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_float32_matmul_precision("high")
+    about = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "precision": options.precision,
+        "batch_size": options.batch_size,
+        "image_size": options.image_size,
+        "ratio": options.ratio,
+        "options": {name: str(value) for name, value in vars(options).items()},
+    }
+    print(json.dumps(about), flush=True)
+    report = Report(options.output, about)
+    loader: list[Part] = [("loader", lambda: loading(report, options))]
+    training: list[Part] = [("base", lambda: base(report, options))]
+    training += [
+        (f"{name}, untrained", partial(untrained, report, options, name, METHODS[name]))
+        for name in options.methods
+    ]
+    training += [
+        (f"{name}, {epochs} epochs", partial(tuned, report, options, name, METHODS[name], epochs))
+        for epochs in options.epochs
+        for name in options.methods
+    ]
+    parts = (loader if "loader" in options.parts else []) + (
+        training if "training" in options.parts else []
+    )
+    start = time.perf_counter()
+    for name, run in parts:
+        if time.perf_counter() - start > 60 * options.minutes:
+            print(f"out of time before {name}", flush=True)
+            break
+        report.part(name, run)
+    print((options.output / "training_tiny_imagenet.md").read_text(encoding="utf-8"), flush=True)
+    if report.failures:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

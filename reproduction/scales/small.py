@@ -1,0 +1,209 @@
+"""Small: Tiny-ImageNet, networks of a few million parameters, minutes to an hour on one GPU.
+
+Grid networks are trained here from scratch, stand in for published ones and keep the share of
+the MACs that those have in the paper; ViT-Ti starts from its ImageNet weights and learns the 200
+classes before anything is merged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ltm.data.config import AugmentConfig
+from ltm.detection.settings import (
+    RECIPES,
+    DetectionSettings,
+    detection_from_mapping,
+)
+from ltm.training.config import (
+    MergeSettings,
+    ModelSettings,
+    OptimSettings,
+    RunSettings,
+    Settings,
+    TrainingData,
+    TuneSettings,
+)
+from reproduction.paper import printed_shares
+from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
+
+EPOCHS = 10
+_RUN = RunSettings(precision="bf16", channels_last=True, keep_every=EPOCHS // 3)
+_TUNING_IMAGES = 5000
+"""An epoch of mask modules, which have few parameters, draws so many of the training images."""
+_SHAPES = "shapes:size=128,images=2000,val_images=500,classes=5"
+
+
+def small_scale(sources: Sources) -> Scale:
+    """Tiny-ImageNet as the user has it; COCO where given, generated scenes otherwise."""
+    if sources.data is None:
+        raise ValueError(
+            "scale small needs --data: Tiny-ImageNet, a folder or .zip with train and val"
+        )
+    vit = _vit(sources.data, sources.weights)
+    mobilevit = _grid("MobileViT-XS", "MobileViT-XS", "mobilevit_xs", sources.data, 128)
+    efficientvit = _grid(
+        "EfficientViT-B1", "EfficientViT-B1 [r224]", "efficientvit_b1", sources.data, 128
+    )
+    swin = _grid("Swin-T", "Swin-T", "swin_tiny_patch4_window7_224", sources.data, 112, lr=5e-4)
+    vit_scratch = _vit_scratch(sources.data)
+    as_larger = replace(mobilevit, stands_for="MobileViT-S")  # which some tables are about
+    return Scale(
+        name="small",
+        seeds=(0, 1, 2),
+        ratio=0.7,
+        peer_ratio=0.75,
+        finetune=(vit, mobilevit),
+        finetune_epochs=(1, 5, 10),
+        scratch=(mobilevit, efficientvit, swin, vit_scratch),
+        pruning="EfficientViT-B1",
+        pruning_steps=150,
+        sweep=vit,
+        sweep_scratch=vit_scratch,
+        ratios=tuple(round(0.95 - 0.05 * step, 2) for step in range(12)),
+        scratch_ratios=(0.9, 0.7, 0.5),
+        bottleneck=(as_larger, vit),
+        bottleneck_epochs=(1, 10),
+        by_layer=Layered(network=as_larger, num_layers=9),
+        # MobileViT's last maps have 2x2 tokens at this size: nothing to choose from.
+        layers=Layered(network=vit, num_layers=12),
+        layer_share=0.9,
+        layer_ratios=(0.3, 0.5, 0.7, 0.9),
+        layer_epochs=1,
+        losses=(mobilevit, efficientvit),
+        heatmap=vit,
+        lora=vit,
+        transfer=vit,
+        transfer_tune=_transfer(
+            vit, sources.transfer or _SHAPES.replace("classes=5", "classes=20")
+        ),
+        races=(vit, mobilevit),
+        batch_sizes=(1, 8, 32, 128, 512),
+        table_batch=128,
+        race_mode="cudagraph",
+        race_dtype="fp16",
+        race_rounds=9,
+        detectors=(
+            Backbone(label="MobileNetv3", stands_for="MobileNetv3", name="mobilenetv3_large_100"),
+            Backbone(label="MobileNetv2", stands_for="MobileNetv2", name="mobilenetv2_100"),
+            Backbone(label="MNASNet", stands_for="MNASNet", name="mnasnet_100"),
+            Backbone(
+                label="MobileViT-XS", stands_for="MobileViT-XS", name="mobilevit_xs", merges=True
+            ),
+            Backbone(
+                label="EfficientViT", stands_for="EfficientViT", name="efficientvit_b1", merges=True
+            ),
+        ),
+        detection=_scenes("shapes_ssdlite", sources.coco, 20, 32),
+        segmenters=(
+            Backbone(label="EViT", stands_for="EViT", name="efficientvit_m4"),
+            Backbone(
+                label="EfficientViT-B1",
+                stands_for="EfficientViT-B1",
+                name="efficientvit_b1",
+                merges=True,
+            ),
+        ),
+        segmentation=_scenes("shapes_mask_rcnn", sources.coco, 10, 16),
+    )
+
+
+def _data(source: str, size: int, batch: int = 256) -> TrainingData:
+    return TrainingData(
+        source=source, image_size=size, batch_size=batch, crop_ratio=1.0, resident=True
+    )
+
+
+def _tune(model: ModelSettings, data: TrainingData) -> Settings:
+    return Settings(
+        model=model,
+        merge=MergeSettings(ratio=0.7),
+        data=replace(data, epoch_images=_TUNING_IMAGES),
+        augment=AugmentConfig.light(),
+        optim=OptimSettings(epochs=1, lr=5e-3, weight_decay=0.0, min_lr=1e-4),
+        tune=TuneSettings(trainable="mergers"),
+        run=_RUN,
+    )
+
+
+def _scratch(
+    model: ModelSettings, data: TrainingData, options: tuple[str, ...], *, lr: float = 1e-3
+) -> Settings:
+    return Settings(
+        model=model,
+        merge=MergeSettings(ratio=0.7, warm_epochs=2, method_options=options),
+        data=replace(data, batch_size=128),  # more steps: there are few images
+        augment=AugmentConfig.light(),
+        optim=OptimSettings(
+            epochs=EPOCHS, lr=lr, weight_decay=0.05, lr_warmup_epochs=1.0, clip=1.0
+        ),
+        run=_RUN,
+    )
+
+
+def _grid(
+    label: str, stands_for: str, name: str, source: str, size: int, *, lr: float = 1e-3
+) -> Network:
+    model, data = ModelSettings(name=name), _data(source, size)
+    options = ("support=matching",) if name.startswith("swin") else ()
+    return Network(
+        label=label,
+        stands_for=stands_for,
+        scratch=_scratch(model, data, options, lr=lr),
+        tune=_tune(model, data),
+        shares=printed_shares(stands_for),
+    )
+
+
+def _vit_scratch(source: str) -> Network:
+    model = ModelSettings(name="vit_tiny_patch16_224", model_args=("patch_size=8",))
+    data = _data(source, 64)
+    return Network(
+        label="ViT-Ti/8",
+        stands_for="ViT-B",
+        scratch=_scratch(model, data, ()),
+        tune=_tune(model, data),
+    )
+
+
+def _vit(source: str, weights: str | None) -> Network:
+    """ViT-Ti/16 at 224 pixels: from ImageNet's classes to those of the data in a few epochs."""
+    model = ModelSettings(
+        name="vit_tiny_patch16_224", weights=weights, pretrained=weights is None, drop_path=0.1
+    )
+    data = _data(source, 224)
+    learn = Settings(
+        model=model,
+        data=data,
+        augment=AugmentConfig.light(),
+        optim=OptimSettings(epochs=4, lr=2e-4, weight_decay=0.05, lr_warmup_epochs=1.0, clip=1.0),
+        run=_RUN,
+    )
+    return Network(
+        label="ViT-Ti",
+        stands_for="ViT-B",
+        scratch=learn,
+        tune=_tune(replace(model, drop_path=0.0), data),
+    )
+
+
+def _transfer(network: Network, source: str) -> Settings:
+    return replace(
+        network.tune,
+        data=replace(network.tune.data, source=source, epoch_images=0),
+        optim=OptimSettings(epochs=3, lr=2e-4, weight_decay=0.05, lr_warmup_epochs=0.5, clip=1.0),
+        tune=TuneSettings(),
+    )
+
+
+def _scenes(recipe: str, coco: str | None, epochs: int, batch: int) -> DetectionSettings:
+    return detection_from_mapping(
+        {
+            "detector": {"image_size": [128, 128]},
+            "data": {"source": coco or _SHAPES, "batch_size": batch},
+            "optim": {"epochs": epochs},
+            "run": {"precision": "bf16"},
+            "eval_every": epochs,
+        },
+        RECIPES[recipe],
+    )

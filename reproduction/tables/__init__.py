@@ -1,0 +1,21 @@
+"""All declared experiments by name."""
+
+from ltm.training.values import choices
+from reproduction.table import Experiment
+from reproduction.tables import bottlenecks, classification, detectors, extras
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment
+    for module in (classification, detectors, bottlenecks, extras)
+    for experiment in module.EXPERIMENTS
+}
+
+
+def find_experiments(name: str) -> list[Experiment]:
+    """One experiment, or all of them; a ValueError suggests names where there is none."""
+    if name == "all":
+        return list(EXPERIMENTS.values())
+    if name not in EXPERIMENTS:
+        known = [*EXPERIMENTS, "all", "list", "beside"]
+        raise ValueError(f"no table is named {name}: {choices(name, known, most=3)}")
+    return [EXPERIMENTS[name]]

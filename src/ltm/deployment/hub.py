@@ -1,0 +1,134 @@
+"""Models on the Hugging Face hub: config.json, model.safetensors and a card.
+
+The folder is timm's layout with one more entry, `token_merging`. timm itself loads the network
+without merging from it; `load_from_hub` and `ltm.load` load it as it was saved.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ltm.api import conversion_of, load, report, save
+from ltm.deployment.extras import optional
+from ltm.deployment.information import ModelInformation, describe
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+
+_FOREIGN = ("url", "hf_hub_id", "hf_hub_filename", "file", "source", "custom_load", "tag")
+
+
+def prepare_folder(
+    model: nn.Module,
+    folder: Path,
+    *,
+    class_names: Sequence[str] | None = None,
+    origin: Mapping[str, str] | None = None,
+) -> Path:
+    """Save a converted model as the hub wants it; a card that is there already is kept.
+
+    `origin` may name a `base_model`, a `license` and `datasets`; nothing is made up where it does
+    not.
+    """
+    information = describe(model, class_names=class_names)
+    save(model, folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["num_features"] = int(getattr(model, "num_features", 0) or 0)
+    known = config["pretrained_cfg"]
+    # Where the host's own weights came from would lead a loader back to them.
+    config["pretrained_cfg"] = {k: v for k, v in known.items() if k not in _FOREIGN}
+    if information.class_names is not None:
+        config["label_names"] = list(information.class_names)
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    if not (folder / CARD).exists():
+        (folder / CARD).write_text(card(model, information, origin or {}), encoding="utf-8")
+    return folder
+
+
+def card(model: nn.Module, information: ModelInformation, origin: Mapping[str, str]) -> str:
+    """A model card with what is known for certain; numbers come from `ltm compress`."""
+    done, summary = conversion_of(model), report(model)
+    front = {
+        "library_name": "timm",
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", "timm", "token-merging", done.config.name],
+        **origin,
+    }
+    lines = ["---"]
+    for name, value in front.items():
+        entries = "".join(f"\n- {entry}" for entry in value) if isinstance(value, list) else ""
+        lines.append(f"{name}:{entries or f' {value}'}")
+    size = " x ".join(str(side) for side in information.spec.size)
+    cost = f"{summary.macs_after / 1e9:.3f} of {summary.macs_before / 1e9:.3f} GMACs"
+    number = int(getattr(model, "num_classes", 0) or 0)
+    classes = f"{number} classes" if information.class_names is None else f"{number} named classes"
+    lines += [
+        "---",
+        f"# {information.model} with token merging ({done.config.name})",
+        "",
+        f"{cost} ({summary.share:.3f}) at {size}, {classes}.",
+        "",
+        "```python",
+        "from ltm.deployment.hub import load_from_hub",
+        "",
+        'model = load_from_hub("<this repository>")',
+        "```",
+        "",
+        "The network without merging, by timm alone:",
+        '`timm.create_model("hf-hub:<this repository>", pretrained=True, pretrained_strict=False)`',
+        "",
+        "```",
+        str(summary),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def push_to_hub(
+    model: nn.Module,
+    repository: str,
+    *,
+    class_names: Sequence[str] | None = None,
+    origin: Mapping[str, str] | None = None,
+    private: bool = True,
+    token: str | None = None,
+    message: str = "Add model",
+) -> str:
+    """Upload a converted model and return its address; a repository that is missing is made.
+
+    `token` is by default the one that `hf auth login` keeps.
+    """
+    hub = optional("huggingface_hub")
+    api: Any = hub.HfApi(token=token, library_name="ltm")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        prepare_folder(model, folder, class_names=class_names, origin=origin)
+        made = api.create_repo(repository, private=private, exist_ok=True)
+        if api.file_exists(made.repo_id, CARD):
+            (folder / CARD).unlink()  # Somebody's own words are worth more than ours.
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
+    return str(made)
+
+
+def load_from_hub(
+    repository: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    model: nn.Module | None = None,
+) -> nn.Module:
+    """Download a model that `push_to_hub` uploaded. Only its two files are read, nothing unpickled.
+
+    `model` is the host, where timm cannot make it by itself.
+    """
+    hub = optional("huggingface_hub")
+    folder = hub.snapshot_download(
+        repository, revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS]
+    )
+    return load(folder, model)

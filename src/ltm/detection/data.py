@@ -1,0 +1,271 @@
+"""Detection data: COCO folders and archives, and generated shapes, as torchvision expects them."""
+
+import json
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+
+from ltm.data.folders import StoredImages, list_images
+from ltm.data.images import ImageFiles, UnreadableImages, next_readable
+from ltm.data.shapes import JointTransform, ShapesDetection, shapes_options
+from ltm.data.stores import FileStore, open_store
+from ltm.data.targets import make_target
+from ltm.detection.annotations import CocoAnnotation, CocoAnnotations, CocoImage, check_annotations
+
+
+class DetectionBatch(NamedTuple):
+    """Images of any sizes, and one target each."""
+
+    images: list[Tensor]
+    targets: list[dict[str, Tensor]]
+
+
+class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
+    """Images with boxes, labels and masks, from annotations in COCO's format.
+
+    Labels run from 1 without gaps, in order of the category ids (`category_ids[label - 1]` leads
+    back), as 0 is the background. Boxes are clipped to the image, and those of no width or height
+    dropped. Without transforms, images are `tv_tensors.Image`, 8 bit.
+    """
+
+    def __init__(
+        self,
+        files: ImageFiles,
+        annotations: CocoAnnotations,
+        *,
+        masks: bool = True,
+        crowd: bool = True,
+        transforms: JointTransform | None = None,
+        max_unreadable: int = 10,
+    ) -> None:
+        self.category_ids = tuple(annotations.categories)
+        self.class_names = tuple(annotations.categories.values())
+        self.masks = masks
+        self.crowd = crowd
+        self.transforms = transforms
+        self.unreadable = UnreadableImages(len(files), max_unreadable, files.name)
+        self._files = files
+        self._images = annotations.images
+        self._by_image = annotations.by_image
+        self._label_of = {number: 1 + place for place, number in enumerate(self.category_ids)}
+
+    @property
+    def num_classes(self) -> int:
+        """Return the number of classes, the background not counted."""
+        return len(self.class_names)
+
+    @property
+    def image_ids(self) -> tuple[int, ...]:
+        """Return the images' ids in the annotation file."""
+        return tuple(image.id for image in self._images)
+
+    def with_transforms(self, transforms: JointTransform | None) -> "CocoDetection":
+        """Return the same images under other transforms."""
+        changed = copy(self)
+        changed.transforms = transforms
+        return changed
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
+        every = range(len(self))
+        picture, place = next_readable(self._files, self.unreadable, every, every[index])
+        record = self._images[place]
+        if picture.size != (record.width, record.height):
+            raise ValueError(
+                f"image {record.id}: width and height are {record.width} x {record.height}, "
+                f"but {self._files.name(place)} has {picture.width} x {picture.height} pixels"
+            )
+        image, target = _image_tensor(picture), self._target(record)
+        return (image, target) if self.transforms is None else self.transforms(image, target)
+
+    def coco_dict(self) -> dict[str, Any]:
+        """Return the annotations in COCO's format, complete, for evaluators."""
+        return {
+            "info": {},
+            "images": [asdict(item) for item in self._images],
+            "categories": [
+                {"id": number, "name": name}
+                for number, name in zip(self.category_ids, self.class_names, strict=True)
+            ],
+            "annotations": [
+                _coco_entry(item) for image in self._images for item in self._by_image[image.id]
+            ],
+        }
+
+    def _target(self, image: CocoImage) -> dict[str, Any]:
+        found = [item for item in self._by_image[image.id] if self.crowd or not item.iscrowd]
+        boxes = np.array([item.bbox for item in found], dtype=np.float32).reshape(-1, 4)
+        corners = np.concatenate((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), 1)
+        limits = np.array([image.width, image.height] * 2, dtype=np.float32)
+        corners = corners.clip(0.0, limits)
+        kept = np.flatnonzero((corners[:, 2:] > corners[:, :2]).all(1))
+        items = [found[place] for place in kept]
+        return make_target(
+            boxes=torch.from_numpy(corners[kept]),
+            labels=torch.tensor([self._label_of[item.category_id] for item in items]),
+            masks=self._masks(items, image) if self.masks else None,
+            area=torch.tensor([item.area for item in items]),
+            iscrowd=torch.tensor([item.iscrowd for item in items]),
+            image_id=image.id,
+            size=(image.height, image.width),
+        )
+
+    @staticmethod
+    def _masks(items: list[CocoAnnotation], image: CocoImage) -> Tensor:
+        masks = np.zeros((len(items), image.height, image.width), dtype=np.uint8)
+        for mask, item in zip(masks, items, strict=True):
+            mask[:] = item.mask(image.height, image.width)
+        return torch.from_numpy(masks)
+
+
+def open_detection(
+    source: str | Path = "shapes",
+    *,
+    split: str = "val",
+    annotations: str | Path | None = None,
+    transforms: JointTransform | None = None,
+    masks: bool = True,
+    crowd: bool = True,
+    max_unreadable: int = 10,
+) -> CocoDetection | ShapesDetection:
+    """Open detection data.
+
+    Args:
+        source: A folder or .zip archive with images and annotations in COCO's format, or `shapes`,
+            generated, with options such as `shapes:classes=5,size=128,images=500,val_images=100`.
+        split: Which split; of COCO's own layout (`annotations/instances_val2017.json`) and of
+            generated shapes. Other sources have but one.
+        annotations: The annotation file, within the source or elsewhere; found by itself under
+            the usual names.
+        transforms: Applied to image and target together, such as `detection_transforms`.
+        masks: Whether targets have masks.
+        crowd: Whether targets include crowd regions: detectors are not trained on them.
+        max_unreadable: How many unreadable images are skipped, with a warning, before an error.
+    """
+    if str(source).partition(":")[0] == "shapes":
+        return _open_shapes(str(source), split, transforms)
+    store = open_store(source)
+    if store is None:
+        raise FileNotFoundError(
+            f"no data at {source}; give a COCO folder, a .zip archive of one, or shapes"
+        )
+    found = _read_annotations(store, split, annotations)
+    return CocoDetection(
+        StoredImages(store, _image_paths(store, found.images, split)),
+        found,
+        masks=masks,
+        crowd=crowd,
+        transforms=transforms,
+        max_unreadable=max_unreadable,
+    )
+
+
+def _open_shapes(source: str, split: str, transforms: JointTransform | None) -> ShapesDetection:
+    defaults = {"classes": 5, "size": 128, "images": 500, "val_images": 100, "seed": 0}
+    options = shapes_options(source, defaults)
+    return ShapesDetection(
+        split,
+        options["images" if split == "train" else "val_images"],
+        options["size"],
+        options["classes"],
+        options["seed"],
+        transforms=transforms,
+    )
+
+
+def _read_annotations(
+    store: FileStore, split: str, annotations: str | Path | None
+) -> CocoAnnotations:
+    """Read the given annotation file, or the one found under a usual name, one folder deep."""
+    if annotations is not None and Path(annotations).is_file():
+        where, content = str(annotations), Path(annotations).read_bytes()
+    else:
+        usual = [str(annotations)] if annotations else _usual_names(split)
+        inside = _find_annotations(store, usual)
+        where, content = f"{store.path}/{inside}", store.read(inside)
+    try:
+        data = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from error
+    return check_annotations(data, where)
+
+
+def _find_annotations(store: FileStore, usual: list[str]) -> str:
+    names = set(store.names())
+    tops = sorted({name.split("/", 1)[0] for name in names if "/" in name})
+    for name in [*usual, *(f"{top}/{name}" for top in tops for name in usual)]:
+        if name in names:
+            return name
+    known = ", ".join(usual)
+    raise FileNotFoundError(f"{store.path} has none of {known}; name the annotation file")
+
+
+def _usual_names(split: str) -> list[str]:
+    ours = [f"annotations/instances_{split}2017.json", f"annotations/instances_{split}.json"]
+    return [*ours, f"{split}/instances.json", "instances.json", "annotations/instances.json"]
+
+
+def _image_paths(store: FileStore, images: Sequence[CocoImage], split: str) -> list[str]:
+    """Find every image of an annotation file: by its path's end, most often its bare name.
+
+    Of several the one is meant that lies in a folder of the split (`val`, `val2017`).
+    """
+    by_name: dict[str, list[str]] = {}
+    for path in list_images(store).images:
+        by_name.setdefault(PurePosixPath(path).name, []).append(path)
+    paths = []
+    for image in images:
+        candidates = by_name.get(PurePosixPath(image.file_name).name, [])
+        found = [path for path in candidates if f"/{path}".endswith(f"/{image.file_name}")]
+        if not found:
+            raise FileNotFoundError(
+                f"{store.path} lacks {image.file_name}, the file_name of image {image.id}"
+            )
+        paths.append(found[0] if len(found) == 1 else _one_of(found, image, store, split))
+    return paths
+
+
+def _one_of(found: list[str], image: CocoImage, store: FileStore, split: str) -> str:
+    folders = {path: PurePosixPath(path).parent.parts for path in found}
+    chosen = [path for path in found if any(part.startswith(split) for part in folders[path])]
+    if image.file_name in found:
+        chosen = [image.file_name]
+    if len(chosen) != 1:
+        raise ValueError(
+            f"{store.path} has {found[0]} and {found[1]}: either could be {image.file_name}, the "
+            f"file_name of image {image.id}; write the folder into file_name"
+        )
+    return chosen[0]
+
+
+def collate_detection(items: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> DetectionBatch:
+    """Make a batch of images of any sizes; the `collate` of `loading.build_loader`."""
+    return DetectionBatch([image for image, _ in items], [target for _, target in items])
+
+
+def _image_tensor(picture: Image.Image) -> tv_tensors.Image:
+    pixels = np.array(picture)  # a copy: PIL's own memory is read-only
+    return tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
+
+
+def _coco_entry(item: CocoAnnotation) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "image_id": item.image_id,
+        "category_id": item.category_id,
+        "bbox": list(item.bbox),
+        "area": item.area,
+        "iscrowd": int(item.iscrowd),
+        "segmentation": item.segmentation or [],
+    }

@@ -1,0 +1,308 @@
+"""Any network as a pyramid: feature maps of known channels and strides, for images of any size."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import timm
+import torch.nn.functional as F
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models._features import FeatureGetterNet, FeatureListNet
+from torch import Tensor, nn
+
+from ltm.adapters import select_adapter
+from ltm.adapters.grids import MergingGridModel
+from ltm.api import image_size_of, is_merging, load, merge_tokens_
+from ltm.core.cost import meta_copy, meta_images, running_on_meta
+from ltm.detection.necks import simple_neck
+from ltm.methods import LTM, MethodConfig
+
+Size = tuple[int, int]
+"""Height and width."""
+
+
+class Pyramid(nn.Module):
+    """A network's feature maps, from fine to coarse.
+
+    Images are padded to what the network accepts, and the maps cut back, so that a map of stride s
+    has `ceil(side / s)` cells a side. Where merging has shrunk a map it is resampled to that size,
+    or handed on as it is (`restore=False`). A network with one resolution (a ViT) becomes a simple
+    pyramid, as in ViTDet.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        strides: Sequence[int] | None = None,
+        *,
+        restore: bool = True,
+        canvas: Size | None = None,
+        width: int = 256,
+        host: dict[str, Any] | None = None,
+    ) -> None:
+        """Wrap a network.
+
+        Args:
+            network: What timm makes with `features_only=True`, or a whole timm model, converted
+                or not; of a whole model the head is dropped.
+            strides: The strides to deliver; all that the network has by default.
+            restore: Resample maps that merging has shrunk.
+            canvas: The input size of a network that accepts no other.
+            width: Channels of a simple pyramid.
+            host: What timm needs to make a whole model again (`architecture`, `model_args`).
+        """
+        super().__init__()
+        self.network = _feature_network(network)
+        self.restore = restore
+        self.canvas = canvas
+        self.host = host
+        self.multiple = _patch_size(self.network)
+        known = cast("Any", self.network).feature_info
+        reductions, channels = known.reduction(), known.channels()
+        self.necks: nn.ModuleList | None = None
+        if _is_isotropic(known.info):
+            base = reductions[-1]
+            offered = tuple(base * 2**step // 4 for step in range(4) if base * 2**step % 4 == 0)
+            self.strides = _chosen(strides, offered)
+            self.channels = (width,) * len(self.strides)
+            self.places = (len(reductions) - 1,)
+            self.necks = nn.ModuleList(
+                simple_neck(channels[-1], width, base, stride) for stride in self.strides
+            )
+        else:
+            self.strides = _chosen(strides, tuple(reductions))
+            self.places = tuple(reductions.index(stride) for stride in self.strides)
+            self.channels = tuple(channels[place] for place in self.places)
+
+    @property
+    def normalisation(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of the images that the network expects."""
+        inner = getattr(self.network, "model", self.network)
+        known = getattr(self.network, "pretrained_cfg", None) or getattr(
+            inner, "pretrained_cfg", None
+        )
+        known = known or {}
+        mean = known.get("mean", IMAGENET_DEFAULT_MEAN)
+        return list(mean), list(known.get("std", IMAGENET_DEFAULT_STD))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        size = (x.shape[-2], x.shape[-1])
+        padded = self._padded(size)
+        x = F.pad(x, (0, padded[1] - size[1], 0, padded[0] - size[0]))
+        maps = self.network(x) if self.restore else _shrunk_maps(self.network, x)
+        maps = [_channels_first(self.network, maps[place]) for place in self.places]
+        if self.necks is not None:
+            maps = [neck(maps[-1]) for neck in self.necks]
+        pairs = zip(maps, self.strides, strict=True)
+        return [_cut(feature, stride, size, padded) for feature, stride in pairs]
+
+    def _padded(self, size: Size) -> Size:
+        if self.canvas is None:
+            return cast("Size", tuple(-(-side // self.multiple) * self.multiple for side in size))
+        if size[0] > self.canvas[0] or size[1] > self.canvas[1]:
+            raise ValueError(
+                f"images: got {size[0]} x {size[1]} pixels; this network was made for "
+                f"{self.canvas[0]} x {self.canvas[1]} and takes none that are larger."
+            )
+        return self.canvas
+
+
+def merging_network(model: nn.Module) -> nn.Module | None:
+    """The converted network inside a pyramid or a detector; None where nothing merges."""
+    return next((module for module in model.modules() if is_merging(module)), None)
+
+
+def build_pyramid(
+    backbone: str,
+    strides: Sequence[int] | None = None,
+    *,
+    image_size: Size,
+    merging: MethodConfig | None = None,
+    pretrained: bool = False,
+    weights: str | None = None,
+    restore: bool = True,
+) -> Pyramid:
+    """Make a network, converted if `merging` says how, and wrap it as a pyramid.
+
+    Args:
+        backbone: The timm name of a network, or the folder of a converted model (`ltm.save`).
+        strides: The strides to deliver; all that the network has by default.
+        image_size: Where the budget of `merging` holds; other sizes work as well.
+        merging: How the network merges tokens; a saved one does what it did.
+        pretrained: Load timm's weights.
+        weights: Load these instead: a file in timm's keys.
+        restore: Resample maps that merging has shrunk to their nominal size.
+    """
+    if Path(backbone).is_dir():
+        if merging is not None or pretrained or weights is not None:
+            raise ValueError(
+                f"backbone: {backbone} has its own merging and weights; give no other."
+            )
+        saved = json.loads((Path(backbone) / "config.json").read_text(encoding="utf-8"))
+        host = {name: saved[name] for name in ("architecture", "model_args")}
+        known = saved.get("pretrained_cfg") or {}
+        host["normalisation"] = {name: known[name] for name in ("mean", "std") if name in known}
+        return Pyramid(load(backbone), strides, restore=restore, host=host)
+    check_backbone(backbone)
+    arguments, canvas = size_arguments(backbone, image_size)
+    looked_at: Any = timm.create_model(backbone, features_only=True, **arguments)
+    levels = looked_at.feature_info.reduction()
+    if _is_isotropic(looked_at.feature_info.info):
+        places = [-1]
+    else:
+        places = [levels.index(stride) for stride in _chosen(strides, tuple(levels))]
+    if weights is not None:
+        if not Path(weights).is_file():
+            raise FileNotFoundError(f"weights: there is no file {weights}")
+        arguments["pretrained_cfg_overlay"] = {"file": str(weights), "custom_load": False}
+    network = timm.create_model(
+        backbone,
+        features_only=True,
+        pretrained=pretrained or weights is not None,
+        out_indices=places,
+        **arguments,
+    )
+    if merging is not None:
+        _merge_for_maps_(network, merging, canvas or image_size)
+    return Pyramid(network, strides, restore=restore, canvas=canvas)
+
+
+def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size) -> None:
+    """Convert; where the config leaves the support open, with the one that suits feature maps.
+
+    MobileViT puts matched tokens back at the end of a block, beside its whole shortcut; a learned
+    support shrinks its maps, and boxes lose much of their precision. It is for budgets that
+    matching cannot meet.
+    """
+    is_open = (
+        isinstance(merging, LTM)
+        and merging.support is None
+        and merging.counts is None
+        and merging.support_on(grid=False) == "matching"
+    )
+    if is_open and select_adapter(network).family == "mobilevit":
+        with suppress(ValueError):
+            merge_tokens_(network, dataclasses.replace(merging, support="matching"), image_size)
+            return
+    merge_tokens_(network, merging, image_size)
+
+
+def check_backbone(name: str) -> None:
+    """Refuse a name that timm does not know, naming near ones."""
+    if not timm.is_model(name.partition(".")[0]):
+        near = difflib.get_close_matches(name, timm.list_models(), n=4, cutoff=0.4)
+        raise ValueError(
+            f"backbone: timm has no network {name!r}, and there is no such folder; near are "
+            f"{', '.join(near) or 'none'}."
+        )
+
+
+def size_arguments(name: str, image_size: Size) -> tuple[dict[str, Any], Size | None]:
+    """What to tell a timm network so that it takes images of any size.
+
+    Also the one size that it does take, where it cannot do that.
+    """
+    host = type(timm.create_model(name))
+    accepted = {p for c in host.__mro__ for p in inspect.signature(c.__init__).parameters}
+    arguments = {k: v for k, v in _ANY_SIZE.items() if k in accepted}
+    fixed = bool(timm.get_pretrained_cfg_value(name, "fixed_input_size"))
+    if not fixed or "img_size" not in accepted:
+        return arguments, None
+    if arguments:
+        return {**arguments, "img_size": image_size}, None
+    side = -(-max(image_size) // 32) * 32
+    return {"img_size": side}, (side, side)
+
+
+_ANY_SIZE = {"dynamic_img_size": True, "dynamic_img_pad": True, "strict_img_size": False}
+
+
+def _feature_network(network: nn.Module) -> nn.Module:
+    """The network as timm's feature extractors are: a list of maps, and `feature_info`."""
+    if hasattr(getattr(network, "feature_info", None), "reduction"):
+        return network
+    if not hasattr(network, "forward_intermediates"):
+        raise ValueError(
+            f"network: {type(network).__name__} has no feature maps; give a timm model, or what "
+            "timm makes with features_only=True."
+        )
+    levels: list[dict[str, Any]] = cast("Any", network).feature_info
+    places: Any = [-1] if _is_isotropic(levels) else list(range(len(levels)))
+    # timm's own pruning resets the classifier, and with it a converted model's class statistics.
+    _drop_unused_(network)
+    return FeatureGetterNet(network, out_indices=places, prune=False)
+
+
+def _is_isotropic(levels: Sequence[dict[str, Any]]) -> bool:
+    return len(levels) > 1 and len({level["reduction"] for level in levels}) == 1
+
+
+def _drop_unused_(network: nn.Module) -> None:
+    """Remove what the feature maps do not need: head, last normalisation."""
+    shadow = meta_copy(network)
+    called: set[str] = set()
+    for name, child in shadow.named_children():
+        for module in child.modules():
+            module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    with running_on_meta(shadow):
+        images = meta_images(network, image_size_of(network))
+        cast("Any", shadow).forward_intermediates(images, intermediates_only=True)
+    for name, child in list(network.named_children()):
+        if name not in called and any(True for _ in child.parameters()):
+            setattr(network, name, nn.Identity())
+
+
+def _chosen(strides: Sequence[int] | None, offered: tuple[int, ...]) -> tuple[int, ...]:
+    if strides is None:
+        return offered
+    for stride in strides:
+        if stride not in offered:
+            has = ", ".join(map(str, offered))
+            raise ValueError(f"strides: got {stride}; this network has {has}.")
+    return tuple(sorted(strides))
+
+
+def _patch_size(network: nn.Module) -> int:
+    """The sides of images have to be a multiple of this."""
+    for module in network.modules():
+        size = getattr(getattr(module, "patch_embed", None), "patch_size", None)
+        if size is not None:
+            sides = size if isinstance(size, tuple) else (size, size)
+            return math.lcm(*sides)
+    return 1
+
+
+def _shrunk_maps(network: nn.Module, x: Tensor) -> list[Tensor]:
+    """The maps of a converted grid network before they are resampled to their strides."""
+    if isinstance(network, FeatureListNet):
+        return FeatureListNet.forward(network, x)
+    inner = getattr(network, "model", None)
+    if isinstance(inner, MergingGridModel):
+        host = cast("Any", super(MergingGridModel, inner))
+        places = cast("Any", network).out_indices
+        return host.forward_intermediates(x, indices=places, intermediates_only=True)
+    return network(x)
+
+
+def _channels_first(network: nn.Module, feature: Tensor) -> Tensor:
+    last = str(getattr(network, "output_fmt", "")).endswith("NHWC")
+    return feature.permute(0, 3, 1, 2).contiguous() if last else feature
+
+
+def _cut(feature: Tensor, stride: int, size: Size, padded: Size) -> Tensor:
+    """The part of a map that belongs to the image, not to its padding."""
+    if size == padded:
+        return feature
+    cells: list[int] = []
+    for have, side, whole in zip(feature.shape[-2:], size, padded, strict=True):
+        nominal = have == -(-whole // stride)
+        cells.append(-(-side // stride) if nominal else -(-have * side // whole))
+    return feature[..., : cells[0], : cells[1]]

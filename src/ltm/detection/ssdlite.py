@@ -1,0 +1,162 @@
+"""SSDLite on any pyramid, with torchvision's heads, default boxes and losses."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
+from torchvision.models.detection.ssd import SSD
+from torchvision.models.detection.ssdlite import SSDLiteHead
+from torchvision.ops import Conv2dNormActivation
+
+from ltm.detection.pyramid import Pyramid, Size, build_pyramid
+from ltm.detection.targets import clean_target, float_image
+from ltm.methods.base import MethodConfig
+
+STRIDES = (16, 32)
+EXTRA_CHANNELS = (512, 256, 256, 128)
+# torchvision takes a momentum of 0.03, which short runs are too short for.
+_norm = partial(nn.BatchNorm2d, eps=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSDLiteConfig:
+    """An SSDLite detector: what it is made of."""
+
+    backbone: str = "mobilevit_s"
+    """The timm name of a network, or the folder of a converted one that `ltm.save` wrote."""
+    num_classes: int = 80
+    """Classes, the background not counted."""
+    merging: MethodConfig | None = None
+    """How the network merges tokens; None leaves it as it is."""
+    image_size: Size = (320, 320)
+    """Height and width to which images are resized."""
+    restore: bool = True
+    """Resample maps that merging has shrunk to their nominal size."""
+    pretrained: bool = False
+    """Begin with timm's weights."""
+    weights: str | None = None
+    """Begin with the weights of a file, in timm's keys."""
+
+    def build(self) -> SSDLite:
+        """Make the detector."""
+        pyramid = build_pyramid(
+            self.backbone,
+            STRIDES,
+            image_size=self.image_size,
+            merging=self.merging,
+            pretrained=self.pretrained,
+            weights=self.weights,
+            restore=self.restore,
+        )
+        return self.on(pyramid)
+
+    def on(self, pyramid: Pyramid) -> SSDLite:
+        """Make the detector on a network that is there already."""
+        return SSDLite(pyramid, self.num_classes, self.image_size)
+
+
+class SSDLite(SSD):
+    """SSDLite: two maps of the network, four smaller ones after them, a light head on each.
+
+    Images are resized to one size, whatever their aspect, as SSD does. The heads' outputs and the
+    default boxes are in full precision also under autocast: in half of it, boxes move by a pixel.
+    """
+
+    def __init__(
+        self, pyramid: Pyramid, num_classes: int, image_size: Size = (320, 320), **options: Any
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            pyramid: The network, with strides 16 and 32.
+            num_classes: Classes, the background not counted.
+            image_size: Height and width to which images are resized.
+            options: torchvision's own (`score_thresh`, `nms_thresh`, `detections_per_img`, ...).
+        """
+        if num_classes < 1:
+            raise ValueError(f"num_classes: got {num_classes}; at least 1 is needed.")
+        mean, std = pyramid.normalisation
+        boxes = DefaultBoxGenerator([[2, 3] for _ in range(6)], min_ratio=0.2, max_ratio=0.95)
+        backbone = ExtendedPyramid(pyramid)
+        head = FullPrecisionHead(
+            backbone.out_channels, boxes.num_anchors_per_location(), num_classes + 1, _norm
+        )
+        super().__init__(
+            backbone,
+            boxes,
+            (image_size[1], image_size[0]),
+            num_classes + 1,
+            image_mean=mean,
+            image_std=std,
+            head=head,
+            **{**_TORCHVISION_SSDLITE, **options},
+        )
+        self.image_size = image_size
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        """Losses by name in training, boxes, labels and scores per image otherwise.
+
+        Images may be of any size, 8 bit or from 0 to 1; targets are cleaned (`clean_target`).
+        """
+        if self.training and len(images) < 2:
+            raise ValueError("images: got one; SSDLite normalises batches, and needs two to train.")
+        images = [float_image(image) for image in images]
+        if targets is not None:
+            pairs = zip(images, targets, strict=True)
+            targets = [clean_target(t, (i.shape[-2], i.shape[-1])) for i, t in pairs]
+        return super().forward(images, targets)
+
+
+_TORCHVISION_SSDLITE = {
+    "score_thresh": 0.001,
+    "nms_thresh": 0.55,
+    "detections_per_img": 300,
+    "topk_candidates": 300,
+}
+
+
+class ExtendedPyramid(nn.Module):
+    """A pyramid with smaller maps added at its end."""
+
+    def __init__(self, pyramid: Pyramid) -> None:
+        super().__init__()
+        self.pyramid = pyramid
+        widths = (pyramid.channels[-1], *EXTRA_CHANNELS)
+        self.extra = nn.ModuleList(
+            extra_block(before, after) for before, after in itertools.pairwise(widths)
+        )
+        self.out_channels = [*pyramid.channels, *EXTRA_CHANNELS]
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        maps = self.pyramid(x)
+        for block in self.extra:
+            maps.append(block(maps[-1]))
+        return OrderedDict((str(level), feature.float()) for level, feature in enumerate(maps))
+
+
+def extra_block(in_channels: int, out_channels: int) -> nn.Sequential:
+    """Half the resolution: 1 x 1, depthwise 3 x 3 of stride 2, 1 x 1."""
+    middle = out_channels // 2
+    layer = partial(Conv2dNormActivation, norm_layer=_norm, activation_layer=nn.ReLU6)
+    block = nn.Sequential(
+        layer(in_channels, middle, kernel_size=1),
+        layer(middle, middle, kernel_size=3, stride=2, groups=middle),
+        layer(middle, out_channels, kernel_size=1),
+    )
+    for module in block.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.normal_(module.weight, std=0.03)
+    return block
+
+
+class FullPrecisionHead(SSDLiteHead):
+    """torchvision's head, its outputs in full precision."""
+
+    def forward(self, x: list[Tensor]) -> dict[str, Tensor]:
+        return {name: value.float() for name, value in super().forward(x).items()}

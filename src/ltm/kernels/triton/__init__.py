@@ -1,0 +1,21 @@
+"""Triton kernels. Each is the plain torch path in one pass over the tokens.
+
+Imported only where they run: on a GPU, or in Triton's interpreter.
+"""
+
+from ltm.kernels.triton.attention import attention, importance
+from ltm.kernels.triton.grids import merge_grid
+from ltm.kernels.triton.matching import assign, inform_and_assign
+from ltm.kernels.triton.merging import merge_groups, mix
+from ltm.kernels.triton.weighing import inform
+
+__all__ = [
+    "assign",
+    "attention",
+    "importance",
+    "inform",
+    "inform_and_assign",
+    "merge_grid",
+    "merge_groups",
+    "mix",
+]

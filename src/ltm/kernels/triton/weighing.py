@@ -1,0 +1,188 @@
+"""What tokens weigh by the informative step.
+
+Letters: b images, t tokens with their k prefix tokens, n patch tokens, c channels, y classes.
+"""
+
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ltm.kernels.precision import ZERO_LENGTH
+from ltm.kernels.triton.gradient import Classes, unit_gradient
+from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of
+
+LARGE_MAP = 1024
+"""More tokens than this of each of many images are added up by several warps."""
+
+
+class Step(NamedTuple):
+    """One step down the gradient of the bound, before it is taken."""
+
+    fall: Tensor
+    """How far the bound falls as each patch gains weight, `b n`."""
+    carry: Tensor | None
+    """Where patches stand before it, `_ n`."""
+    gain: Tensor | None
+    """How long a step is that is measured by its own spread."""
+    eta: float
+
+
+@triton.jit
+def _pool_kernel(
+    tokens, size, pooled, t, k, c, size_stride,
+    HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Some channels of the mean patch of an image, by size."""
+    image = tl.program_id(0)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channels < c
+    total = 0.0
+    mean = tl.zeros((CHANNELS,), tl.float32)
+    for first in range(k, t, TOKENS):
+        some = first + tl.arange(0, TOKENS)
+        there = some < t
+        weight = tl.where(there, 1.0, 0.0)
+        if HAS_SIZE:
+            weight = tl.load(size + image * size_stride + some, mask=there, other=0.0)
+            weight = weight.to(tl.float32)
+        x = tl.load(
+            tokens + (image.to(tl.int64) * t + some[:, None]) * c + channels[None],
+            mask=there[:, None] & known[None], other=0.0,
+        )  # fmt: skip
+        mean += tl.sum(x.to(tl.float32) * weight[:, None], axis=0)
+        total += tl.sum(weight, axis=0)
+    tl.store(pooled + image * c + channels, mean / total, mask=known)
+
+
+@triton.jit
+def _descend_kernel(
+    tokens, pooled, slope, fall, t, k, c, zero, TOKENS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """How far the bound falls as some patches of an image gain weight: their part in its slope."""
+    image, n = tl.program_id(0), t - k
+    patches, channels = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
+    there, known = patches < n, channels < c
+    x = tl.load(
+        tokens + (image.to(tl.int64) * t + k + patches[:, None]) * c + channels[None],
+        mask=there[:, None] & known[None], other=0.0,
+    )  # fmt: skip
+    mean = tl.load(pooled + image * c + channels, mask=known, other=0.0)
+    down = tl.load(slope + image * c + channels, mask=known, other=0.0).to(tl.float32)
+    square, along = tl.sum(mean * mean, axis=0), tl.sum(mean * down, axis=0)
+    length = tl.sqrt(square)
+    # Only what turns the mean patch counts: its length does not.
+    down -= tl.where(length > zero, along / tl.maximum(square, zero * zero), 0.0) * mean
+    scale = tl.where(length > zero, 1 / tl.maximum(length, zero), 0.0)
+    found = -scale * tl.sum(x.to(tl.float32) * down[None], axis=1)
+    tl.store(fall + image * n + patches, found, mask=there)
+
+
+@triton.jit
+def step_of(
+    fall, carry, gain, patches, there, everyone, n, eta,
+    HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
+):  # fmt: skip
+    """The logits of some patches of an image after the step; everyone says how steep it is."""
+    found = tl.load(fall + patches, mask=there, other=0.0)
+    if HAS_GAIN:
+        inside = (everyone >= 0) & (everyone < n)
+        all_ = tl.load(fall + everyone, mask=inside, other=0.0)
+        mean = tl.sum(all_, axis=0) / n
+        apart = tl.where(inside, all_ - mean, 0.0)
+        spread = tl.sqrt(tl.sum(apart * apart, axis=0) / n)
+        found = tl.load(gain).to(tl.float32) * (found - mean) / (spread + 1e-6)
+    found = found * eta
+    if HAS_CARRY:
+        found += tl.load(carry + patches, mask=there, other=0.0)
+    return tl.minimum(tl.maximum(found, -8.0), 8.0)
+
+
+@triton.jit
+def _step_kernel(
+    fall, carry, gain, size, logits, weight, t, k, size_stride, carry_stride, eta,
+    HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The logits of an image's patches, one step down the gradient, and what tokens weigh."""
+    image, n = tl.program_id(0), t - k
+    everyone = tl.arange(0, TOKENS)
+    inside, patches = everyone < t, everyone - k
+    there = inside & (patches >= 0)
+    found = step_of(
+        fall + image * n, carry + image * carry_stride, gain, patches, there, patches, n, eta,
+        HAS_CARRY, HAS_GAIN,
+    )  # fmt: skip
+    tl.store(logits + image * n + patches, found, mask=there)
+    counted = tl.full((TOKENS,), 1.0, tl.float32)
+    if HAS_SIZE:
+        counted = tl.load(size + image * size_stride + everyone, mask=inside, other=0.0)
+        counted = counted.to(tl.float32)
+    counted = tl.where(there, counted * tl.exp(found), counted)
+    tl.store(weight + image * t + everyone, counted, mask=inside)
+
+
+def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
+    """The mean patch of every image, by size."""
+    b, t, c = tokens.shape
+    pooled = torch.empty(b, c, device=tokens.device, dtype=torch.float32)
+    size_, stride = sizes_of(size, pooled)
+    if b < FEW_IMAGES:
+        some, channels, warps = 256, 32, 4
+    elif t > LARGE_MAP:
+        some, channels, warps = 512, 32, 8
+    else:
+        some, channels, warps = 32, 64, 1
+    _pool_kernel[b, parts_of(c, channels)](
+        tokens, size_, pooled, t, num_prefix, c, stride,
+        HAS_SIZE=size is not None, TOKENS=some, CHANNELS=channels, num_warps=warps,
+    )  # fmt: skip
+    return pooled
+
+
+def descent(tokens: Tensor, size: Tensor | None, classes: Classes, num_prefix: int) -> Tensor:
+    """How far the bound falls as each patch gains weight, `b n`."""
+    b, t, c = tokens.shape
+    tokens = tokens.contiguous()
+    pooled = _pool(tokens, size, num_prefix)
+    slope = unit_gradient(pooled, classes, ZERO_LENGTH)
+    fall = pooled.new_empty(b, t - num_prefix)
+    width = fitting(c)
+    some = max(1, 8192 // width)
+    _descend_kernel[b, parts_of(t - num_prefix, some)](
+        tokens, pooled, slope, fall, t, num_prefix, c, ZERO_LENGTH,
+        TOKENS=some, WIDTH=width, num_warps=4,
+    )  # fmt: skip
+    return fall
+
+
+def inform(
+    tokens: Tensor,
+    size: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
+    eta: float,
+    num_prefix: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits of patches, one step down the gradient of the bound, and the weights of all tokens."""
+    fall = descent(tokens, size, Classes(centroids, offsets, costs, beta), num_prefix)
+    (b, t), logits = tokens.shape[:2], torch.empty_like(fall)
+    weight = logits.new_empty(b, t)
+    size_, stride = sizes_of(size, weight)
+    carry_, carry_stride = sizes_of(None if carry is None else carry.float(), weight)
+    _step_kernel[(b,)](
+        fall, carry_, weight if gain is None else gain, size_, logits, weight,
+        t, num_prefix, stride, carry_stride, eta,
+        HAS_CARRY=carry is not None, HAS_GAIN=gain is not None, HAS_SIZE=size is not None,
+        TOKENS=fitting(t), num_warps=2 if t <= 512 else 8,
+    )  # fmt: skip
+    return logits, weight

@@ -1,0 +1,247 @@
+"""`report.html`: one file that tells what was gained, what was lost, and how to see it again.
+
+Nothing is fetched: styles and pictures are inside, and there is no script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from matplotlib.figure import Figure
+
+from ltm.evaluation.accuracy import PairedDifference
+from ltm.evaluation.latency import BASE, Timing
+from ltm.report.comparison import Comparison, Network
+from ltm.report.curves import (
+    Point,
+    accuracy_figure,
+    bottleneck_figure,
+    display_name,
+    tokens_figure,
+)
+from ltm.report.pictures import data_uri, figure_bytes
+from ltm.report.verdicts import verdicts
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Illustration:
+    """A picture of the report: its address (a data URI), what it shows, what it says."""
+
+    address: str
+    alt: str
+    caption: str
+    wide: bool = False
+    """On a narrow screen it is scrolled rather than shrunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One network in the headline table, as text."""
+
+    name: str
+    top1: str
+    difference: str
+    agreement: str
+    macs: str
+    parameters: str
+    speeds: tuple[str, ...]
+    note: str
+    emphasis: bool
+
+
+def write_report(
+    comparison: Comparison, folder: Path, pictures: Sequence[Illustration] = ()
+) -> Path:
+    """Write the report of a comparison into a folder."""
+    path = folder / REPORT
+    path.write_text(render_report(comparison, pictures), encoding="utf-8")
+    return path
+
+
+def render_report(comparison: Comparison, pictures: Sequence[Illustration] = ()) -> str:
+    """The report as HTML."""
+    batches = _batch_sizes(comparison)
+    return templates().get_template("report.html").render(
+        comparison=comparison,
+        environment=comparison.environment,
+        base=BASE,
+        verdicts=verdicts(comparison),
+        batches=batches,
+        rows=[_row(network, comparison, batches) for network in comparison.networks],
+        curves=curves(comparison),
+        pictures=pictures,
+        num_images=_num_images(comparison),
+        method=display_name(comparison.method),
+    )  # fmt: skip
+
+
+def table_of(comparison: Comparison) -> list[list[str]]:
+    """The main columns as short text, the header first; columns that nobody fills are left out."""
+    batches = _batch_sizes(comparison)
+    table = [["network", "top-1", "against original", "agreement", "GMACs", "share"]]
+    table[0] += [f"batch {batch}" for batch in batches]
+    for network in comparison.networks:
+        row = _row(network, comparison, batches)
+        cells = [row.name, row.top1.partition(" ")[0], row.difference, row.agreement]
+        cells += [f"{network.gmacs:.3f}", f"{network.share:.2f}"]
+        table.append(cells + [_factor(network.timings, batch) for batch in batches])
+    filled = [index for index in range(len(table[0])) if any(row[index] for row in table[1:])]
+    return [[row[index] for index in filled] for row in table]
+
+
+def _factor(timings: Sequence[Timing], batch_size: int) -> str:
+    for timing in timings:
+        if timing.batch_size == batch_size and timing.speedup:
+            return "no gain" if timing.verdict == "no gain here" else f"{timing.speedup:.2f}x"
+    return ""
+
+
+@cache
+def templates() -> Environment:
+    """The templates of this package; everything put into HTML is escaped."""
+    return Environment(
+        loader=PackageLoader("ltm.report", "templates"),
+        autoescape=select_autoescape(("html",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def curves(comparison: Comparison) -> list[Illustration]:
+    """All curves that the measurements allow."""
+    measured = [network for network in comparison.networks if network.accuracy is not None]
+    found: list[Illustration] = []
+    if measured:
+        found.append(_against_macs(measured))
+    found += [_against_time(measured, batch) for batch in _batch_sizes(comparison)]
+    tokens = {network.method: network.tokens for network in comparison.networks if network.tokens}
+    if tokens:
+        final = ", ".join(
+            f"{display_name(method)} {counts[max(counts)]:.0f}" for method, counts in tokens.items()
+        )
+        found.append(
+            Illustration(
+                address=_vector(tokens_figure(tokens)),
+                alt=f"Tokens by block; after the last block: {final}.",
+                caption="Tokens that leave each block, class and other prefix tokens not counted.",
+            )
+        )
+    sites = [site for network in comparison.networks for site in network.bottleneck]
+    if sites:
+        found.append(
+            Illustration(
+                address=_vector(bottleneck_figure(sites)),
+                alt="Information-bottleneck loss and its upper bound by block, for each network.",
+                caption=(
+                    "Information bottleneck by block, on "
+                    f"{sites[0].num_images:,} images: the loss, and the bound on it. Lower means "
+                    "less about the input and more about the label."
+                ),
+            )
+        )
+    return found
+
+
+def _against_macs(networks: Sequence[Network]) -> Illustration:
+    points = [_point(network, network.gmacs) for network in networks]
+    return Illustration(
+        address=_vector(accuracy_figure(points, "GMACs per image")),
+        alt=f"Top-1 against multiply-adds: {_spoken(points, 'GMACs')}.",
+        caption="Top-1 against multiply-adds (billions an image); lines are 95% intervals.",
+    )
+
+
+def _against_time(networks: Sequence[Network], batch_size: int) -> Illustration:
+    """Times as shares of the original's, from rounds that ran both: a busy moment hits both."""
+    points = [
+        _point(network, 1 / timing.speedup, (1 / high, 1 / low))
+        for network in networks
+        for timing in network.timings
+        if timing.batch_size == batch_size and timing.speedup
+        for low, high in [timing.speedup_interval or (timing.speedup, timing.speedup)]
+    ]
+    unit = "of the original's time"
+    return Illustration(
+        address=_vector(accuracy_figure(points, f"share {unit}, batches of {batch_size}")),
+        alt=f"Top-1 against time at batch {batch_size}: {_spoken(points, unit)}.",
+        caption=f"Top-1 against measured time, as a share {unit}, in batches of {batch_size}.",
+    )
+
+
+def _point(
+    network: Network, cost: float, cost_interval: tuple[float, float] | None = None
+) -> Point:
+    assert network.accuracy is not None
+    return Point(
+        method=network.method,
+        cost=cost,
+        accuracy=network.accuracy.top1,
+        interval=network.accuracy.top1_interval,
+        cost_interval=cost_interval,
+    )
+
+
+def _spoken(points: Sequence[Point], unit: str) -> str:
+    return "; ".join(
+        f"{display_name(point.method)} {100 * point.accuracy:.1f} per cent at "
+        f"{point.cost:.3g} {unit}"
+        for point in points
+    )
+
+
+def _vector(figure: Figure) -> str:
+    return data_uri(figure_bytes(figure, "svg"), "image/svg+xml")
+
+
+def _row(network: Network, comparison: Comparison, batches: Sequence[int]) -> Row:
+    accuracy, is_base = network.accuracy, network.method == BASE
+    low, high = (0.0, 0.0) if accuracy is None else accuracy.top1_interval
+    return Row(
+        name=display_name(network.method),
+        top1="" if accuracy is None else f"{100 * accuracy.top1:.2f} ±{50 * (high - low):.1f}",
+        difference="" if is_base else _difference(network.against_base),
+        agreement=_agreement(network),
+        macs=f"{network.gmacs:.3f} G ({network.share:.2f})",
+        parameters=f"{network.parameters / 1e6:.2f} M",
+        speeds=tuple(_speed(network.timings, batch) for batch in batches),
+        note=network.note,
+        emphasis=network.method == comparison.method,
+    )
+
+
+def _difference(difference: PairedDifference | None) -> str:
+    if difference is None:
+        return ""
+    low, high = 100 * difference.low, 100 * difference.high
+    return f"{100 * difference.difference:+.2f} ({low:+.1f} to {high:+.1f})"
+
+
+def _agreement(network: Network) -> str:
+    if network.accuracy is None or network.accuracy.agreement is None or network.method == BASE:
+        return ""
+    return f"{100 * network.accuracy.agreement:.1f}%"
+
+
+def _speed(timings: Sequence[Timing], batch_size: int) -> str:
+    for timing in timings:
+        if timing.batch_size == batch_size:
+            if timing.milliseconds is None:
+                return f"did not run: {timing.error}"
+            said = "" if timing.method == BASE else f", {timing.verdict}"
+            return f"{timing.milliseconds:.1f} ms{said}"
+    return ""
+
+
+def _batch_sizes(comparison: Comparison) -> list[int]:
+    return sorted({t.batch_size for network in comparison.networks for t in network.timings})
+
+
+def _num_images(comparison: Comparison) -> int:
+    return max((n.accuracy.num_images for n in comparison.networks if n.accuracy), default=0)

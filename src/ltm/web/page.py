@@ -1,0 +1,249 @@
+"""The page's controls and what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+from PIL import Image
+
+from ltm.data.shapes import Picture
+from ltm.web.inspection import Inspection, inspect, layout_of
+from ltm.web.networks import Gallery
+from ltm.web.rendering import draw_groups, draw_token, layer_table, share_of, summary
+from ltm.web.uploads import RefusedUploadError, read_picture
+
+TITLE = "Token merging"
+INTRODUCTION = (
+    "# Token merging\nA vision transformer cuts a picture into patches and makes each a token. "
+    "Merging makes tokens that are alike one: the same network for less compute. Choose or upload "
+    "a picture, move the ratio, and click a patch to see which others it shares a token with."
+)
+ROUNDS = 7
+"""Timings of a picture, before and after in turn."""
+_QUEUE = 32
+"""Requests that may wait; more are told to come back."""
+
+Point = tuple[float, float]
+"""Where somebody clicked, as shares of height and width."""
+
+
+@dataclass(eq=False)
+class Desk:
+    """Answers the page's questions; keeps no picture and nothing about who asks."""
+
+    gallery: Gallery
+    pictures: Sequence[Picture]
+    num_requests: int = 0
+    num_refused: int = 0
+
+    def take_upload(self, path: str) -> tuple[Any, str]:
+        """The uploaded picture and no message, or the picture before and why."""
+        self.num_requests += 1
+        try:
+            return read_picture(path), ""
+        except RefusedUploadError as error:
+            self.num_refused += 1
+            return gr.skip(), f"⚠️ {error}"
+
+    def take_example(self, event: gr.SelectData) -> tuple[Image.Image, str]:
+        """The example that was chosen."""
+        return self.pictures[int(event.index)].image, ""
+
+    def choose_network(self, name: str) -> tuple[Any, Any]:
+        """What can be chosen for another network."""
+        methods, last = self.gallery[name].methods, self.last_block(name)
+        return gr.update(choices=list(methods), value=methods[0]), gr.update(
+            maximum=last, value=last
+        )
+
+    def last_block(self, name: str) -> int:
+        """The number of a network's last block."""
+        return len(layout_of(self.gallery[name]).blocks) - 1
+
+    def look(  # noqa: PLR0917 - gradio passes what the page holds, in order
+        self, path: str, name: str, method: str, ratio: float, block: int, point: Point | None
+    ) -> tuple[Any, ...]:
+        """All that is shown of a picture."""
+        seen = self._inspect(path, name, method, ratio, ROUNDS)
+        token = draw_token(seen, block, point)
+        return (
+            {guess.name: guess.probability for guess in seen.before},
+            {guess.name: guess.probability for guess in seen.after},
+            draw_groups(seen, block),
+            token.pixels,
+            token.caption,
+            summary(seen),
+            layer_table(seen),
+        )
+
+    def click(  # noqa: PLR0917
+        self, path: str, name: str, method: str, ratio: float, block: int, event: gr.SelectData
+    ) -> tuple[Any, ...]:
+        """The token under the mouse."""
+        seen = self._inspect(path, name, method, ratio, rounds=0)
+        point = share_of(seen, *event.index)
+        token = draw_token(seen, block, point)
+        return token.pixels, token.caption, point
+
+    def _inspect(self, path: str, name: str, method: str, ratio: float, rounds: int) -> Inspection:
+        """Look at a picture; what cannot be done is an error with a sentence for the page."""
+        self.num_requests += 1
+        try:
+            merging = self.gallery.merging(name, method, ratio)
+            return inspect(self.gallery[name], merging, read_picture(path), rounds=rounds)
+        except ValueError as error:
+            self.num_refused += 1
+            raise gr.Error(str(error), print_exception=False) from error
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Controls:
+    """What visitors choose by."""
+
+    picture: gr.Image
+    upload: gr.UploadButton
+    message: gr.Markdown
+    examples: gr.Gallery
+    model: gr.Dropdown
+    method: gr.Dropdown
+    ratio: gr.Slider
+    block: gr.Slider
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Views:
+    """What visitors see."""
+
+    figures: gr.HTML
+    groups: gr.Image
+    heatmap: gr.Image
+    caption: gr.Markdown
+    before: gr.Label
+    after: gr.Label
+    table: gr.HTML
+
+
+def build_page(desk: Desk) -> gr.Blocks:
+    """Lay out the page; nothing in it is fetched from elsewhere."""
+    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(600, 600)) as page:
+        gr.Markdown(INTRODUCTION)
+        with gr.Row():
+            with gr.Column(scale=1, min_width=260):
+                controls = _controls(desk)
+            with gr.Column(scale=3):
+                views = _views()
+        _connect(page, desk, controls, views)
+    page.queue(max_size=_QUEUE, default_concurrency_limit=1)
+    return page
+
+
+def _controls(desk: Desk) -> _Controls:
+    names = list(desk.gallery.networks)
+    methods, last = list(desk.gallery[names[0]].methods), desk.last_block(names[0])
+    plain: dict[str, Any] = {"interactive": False, "buttons": [], "show_label": False}
+    return _Controls(
+        picture=gr.Image(
+            desk.pictures[0].image,
+            label="Picture",
+            type="filepath",
+            image_mode=None,
+            format="png",
+            elem_id="picture",
+            **plain,
+        ),
+        upload=gr.UploadButton(
+            "Upload a picture", file_types=["image"], size="sm", elem_id="upload"
+        ),
+        message=gr.Markdown(elem_id="message"),
+        examples=gr.Gallery(
+            [picture.image for picture in desk.pictures],
+            label="Examples",
+            columns=3,
+            height="auto",
+            allow_preview=False,
+            format="png",
+            object_fit="cover",
+            elem_id="examples",
+            **plain,
+        ),
+        model=gr.Dropdown(names, value=names[0], label="Model", elem_id="model"),
+        method=gr.Dropdown(methods, value=methods[0], label="Method", elem_id="method"),
+        ratio=gr.Slider(
+            0.4, 1.0, 0.7, step=0.05, label="Share of multiply-adds", elem_id="ratio"
+        ),
+        block=gr.Slider(
+            0, last, last, step=1, precision=0, label="Tokens after block", elem_id="block"
+        ),
+    )  # fmt: skip
+
+
+def _views() -> _Views:
+    figures = gr.HTML(elem_id="summary", padding=True)
+    with gr.Row():
+        groups = _shown("Merged groups (click a patch)", "groups")
+        heatmap = _shown("Weights of that patch's token", "heatmap")
+    caption = gr.Markdown(elem_id="caption")
+    with gr.Row():
+        before = gr.Label(label="Before merging", num_top_classes=5, elem_id="before")
+        after = gr.Label(label="After merging", num_top_classes=5, elem_id="after")
+    return _Views(
+        figures=figures,
+        groups=groups,
+        heatmap=heatmap,
+        caption=caption,
+        before=before,
+        after=after,
+        table=gr.HTML(elem_id="layers", padding=True),
+    )
+
+
+def _shown(title: str, name: str) -> gr.Image:
+    """A picture under its title: a label of gradio's would cover a corner of it."""
+    with gr.Column(min_width=220):
+        gr.Markdown(f"**{title}**")
+        return gr.Image(
+            label=title,
+            format="png",
+            interactive=False,
+            buttons=[],
+            show_label=False,
+            elem_id=name,
+        )
+
+
+def _connect(page: gr.Blocks, desk: Desk, controls: _Controls, views: _Views) -> None:
+    point = gr.State(None)
+    c, v = controls, views
+    chosen = [c.picture, c.model, c.method, c.ratio, c.block]
+    everything = [v.before, v.after, v.groups, v.heatmap, v.caption, v.figures, v.table]
+    # One at a time: a picture's time must not depend on other visitors.
+    one: dict[str, Any] = {"concurrency_id": "look", "concurrency_limit": 1}
+    c.upload.upload(desk.take_upload, c.upload, [c.picture, c.message], api_name="upload")
+    c.examples.select(desk.take_example, None, [c.picture, c.message], api_visibility="private")
+    look: dict[str, Any] = {
+        "fn": desk.look,
+        "inputs": [*chosen, point],
+        "outputs": everything,
+        "show_progress": "minimal",
+        **one,
+    }
+    gr.on(
+        [page.load, c.picture.change, c.method.input, c.ratio.input, c.block.input],
+        **look,
+        api_name="look",
+        trigger_mode="always_last",
+    )
+    c.model.input(desk.choose_network, c.model, [c.method, c.block], api_visibility="private").then(
+        **look, api_visibility="private"
+    )
+    v.groups.select(
+        desk.click,
+        chosen,
+        [v.heatmap, v.caption, point],
+        show_progress="hidden",
+        api_visibility="private",
+        **one,
+    )

@@ -1,0 +1,173 @@
+"""The ONNX file: what it carries, what it leaves out, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ltm
+from ltm.api.deployment import telling_names
+from ltm.deployment import parity
+from ltm.deployment.information import (
+    ModelInformation,
+    describe,
+    read_class_names,
+    saved_class_names,
+)
+from ltm.deployment.job import Export
+from ltm.deployment.onnx import save_onnx
+from ltm.deployment.parity import Parity, ParityError, compare, require
+from ltm.deployment.runtime import OnnxModel
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_file_says_how_to_use_it(exported: Export) -> None:
+    model = OnnxModel(exported.folder / "model.onnx")
+    assert model.information.spec == exported.information.spec
+    assert model.information.class_names == tuple(f"class {index}" for index in range(10))
+    merging = model.information.token_merging
+    assert merging is not None
+    assert merging["method"] == "ltm"
+    assert merging["token_counts"] == [24]
+    assert 0.5 < merging["macs_share"] < 1
+
+
+def test_anybody_can_run_it_with_plain_onnx_runtime(exported: Export, images: Tensor) -> None:
+    session = onnxruntime.InferenceSession(str(exported.folder / "model.onnx"))
+    (entry,) = session.get_inputs()
+    assert (entry.name, entry.shape) == ("images", ["batch", 3, 48, 48])
+    assert session.get_outputs()[0].shape == ["batch", 10]
+    with torch.no_grad():
+        expected = exported.model(images[:5]).numpy()
+    found = np.asarray(session.run(None, {"images": images[:5].numpy()})[0])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_file_tells_nothing_about_the_machine_it_was_made_on(exported: Export) -> None:
+    for name in ("model.onnx", "model.pt2"):
+        content = (exported.folder / name).read_bytes()
+        assert str(Path(ltm.__file__).parent).encode() not in content
+        assert b"site-packages" not in content
+    graph = onnx.load(str(exported.folder / "model.onnx")).graph
+    names = [node.name for node in graph.node]
+    assert len(set(names)) == len(names)
+    assert {"blocks.0.mlp.fc2/MatMul", "blocks.1.attn.qkv/MatMul"} <= set(names)
+
+
+def test_the_program_is_read_back_by_torch(exported: Export, images: Tensor) -> None:
+    program = torch.export.load(exported.folder / "model.pt2").module()
+    with torch.no_grad():
+        for batch in (images[:1], images[:7]):
+            assert torch.equal(program(batch), exported.model(batch))
+
+
+def test_a_difference_is_refused(exported: Export, images: Tensor) -> None:
+    rows = compare(exported.model, lambda x: exported.model(x) * 1.01, images, (1, 5))
+    assert [row.num_images for row in rows] == [16, 20]
+    assert all(0.009 < row.max_relative_difference < 0.011 for row in rows)
+    with pytest.raises(ParityError, match=r"model\.onnx differs .* at batch 1: at most 1e-03"):
+        require(rows, "model.onnx")
+    missing = compare(exported.model, lambda x: exported.model(x) * torch.nan, images, (1,))
+    with pytest.raises(ParityError):
+        require(missing, "model.onnx")
+    with pytest.raises(ParityError, match="instead of"):
+        compare(exported.model, lambda x: exported.model(x)[:, :3], images)
+
+
+def test_a_wrong_file_is_not_left_to_be_used(
+    vit: nn.Module, tmp_path: Path, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ltm.deployment.job.compare",
+        lambda *_: [Parity(batch_size=1, num_images=1, max_relative_difference=1, agreement=0)],
+    )
+    monkeypatch.setattr("ltm.deployment.job.onnx.save_onnx", lambda _, path, __: _touched(path))
+    monkeypatch.setattr("ltm.deployment.job.OnnxModel", lambda _: vit)
+    job = Export(vit, tmp_path, describe(vit))
+    with pytest.raises(parity.ParityError):
+        job.write(("onnx",), images)
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_a_file_of_another_shape_is_not_left_to_be_used(
+    vit: nn.Module, tmp_path: Path, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ltm.deployment.job.onnx.save_onnx", lambda _, path, __: _touched(path))
+    monkeypatch.setattr("ltm.deployment.job.OnnxModel", lambda _: lambda batch: vit(batch)[:, :3])
+    job = Export(vit, tmp_path, describe(vit))
+    with pytest.raises(ParityError, match="instead of"):
+        job.write(("onnx",), images)
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def _touched(path: Path) -> Path:
+    path.write_bytes(b"")
+    return path
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path, exported: Export) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        OnnxModel(tmp_path / "none.onnx")
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(ValueError, match="is no ONNX model"):
+        OnnxModel(tmp_path / "text.onnx")
+    foreign = onnx.load(str(exported.folder / "model.onnx"))
+    del foreign.metadata_props[:]
+    onnx.save(foreign, str(tmp_path / "foreign.onnx"))
+    with pytest.raises(ValueError, match="`ltm export` did not write it"):
+        _ = OnnxModel(tmp_path / "foreign.onnx").information
+
+
+def test_a_missing_package_is_named(
+    exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
+    with pytest.raises(
+        ValueError, match=r"onnxscript is not installed.*pip install 'ltm\[export\]'"
+    ):
+        save_onnx(None, tmp_path / "x.onnx", exported.information)  # type: ignore[arg-type]
+
+
+def test_information_survives_being_written(exported: Export) -> None:
+    information = exported.information
+    again = ModelInformation.from_strings(information.to_strings())
+    assert again.to_strings() == information.to_strings()
+    assert json.loads(information.to_strings()["ltm.preprocessing"])["size"] == [48, 48]
+    unreadable = dataclasses.replace(information, token_merging={"ratio": torch.tensor(0.7)})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        unreadable.to_strings()
+
+
+def test_class_names_come_from_where_they_are_known(vit: nn.Module, tmp_path: Path) -> None:
+    import timm
+
+    imagenet = describe(timm.create_model("vit_tiny_patch16_224", depth=1)).class_names
+    assert imagenet is not None
+    assert imagenet[1].startswith("goldfish")
+    assert describe(vit).class_names is None
+    with pytest.raises(ValueError, match="got 2 for a model of 10 classes"):
+        describe(vit, class_names=("cat", "dog"))
+    (tmp_path / "names.txt").write_text("cat\n\ndog\n")
+    assert read_class_names(tmp_path / "names.txt") == ("cat", "dog")
+    (tmp_path / "config.json").write_text('{"label_names": ["cat", "dog"]}')
+    assert read_class_names(tmp_path / "config.json") == ("cat", "dog")
+    assert saved_class_names(tmp_path) == ("cat", "dog")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(tmp_path)
+    assert saved_class_names(tmp_path / "run") == ("cat", "dog")
+    assert telling_names(["cat", "dog"]) == ("cat", "dog")
+    assert telling_names(["0", "1", "2"]) is None  # ImageNet's folders, as some number them
+    assert telling_names(["0000", "0001", "0002"]) is None
+    assert telling_names(["1", "2", "4"]) == ("1", "2", "4")
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="holds no class names"):
+        read_class_names(tmp_path / "config.json")
+    with pytest.raises(FileNotFoundError):
+        read_class_names(tmp_path / "absent.txt")

@@ -1,0 +1,180 @@
+"""Streams of images: in order, in bounded memory, whatever is among them."""
+
+import io
+import json
+import threading
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ltm.data.shapes import example_pictures
+from ltm.deployment.information import ModelInformation
+from ltm.deployment.job import Export
+from ltm.deployment.prediction import Classifier, Detector, ImageModel, predict
+from ltm.deployment.runtime import OnnxModel
+from ltm.deployment.sources import check_inputs, image_paths
+from ltm.deployment.writing import open_writer
+
+pytestmark = pytest.mark.slow
+
+
+class Brightness(ImageModel):
+    """A model that needs no network."""
+
+    columns: ClassVar[tuple[str, ...]] = ("classes", "values")
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def prepare(self, image: Image.Image) -> Tensor:
+        return torch.tensor([float(image.getpixel((0, 0))[0])])  # type: ignore[index]
+
+    def answer(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
+        self.batches.append(len(images))
+        return [{"classes": [f"{v:.0f}"], "values": [float(v)]} for v in torch.cat(list(images))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for value in range(7):
+        image = Image.new("RGB", (4, 4), (value * 10, 0, 0))
+        image.save(tmp_path / f"{value}.png")
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    Image.new("L", (4, 4), 200).save(tmp_path / "deep" / "er" / "grey.jpg")
+    (tmp_path / "notes.md").write_text("no image")
+    (tmp_path / ".hidden.png").write_bytes(b"")
+    return tmp_path
+
+
+def test_paths_come_from_images_folders_lists_and_standard_input(folder: Path) -> None:
+    found = list(image_paths([str(folder)]))
+    names = [*(f"{value}.png" for value in range(7)), "deep/er/grey.jpg"]
+    assert found == [str(folder / name) for name in names]
+    listed = folder / "paths.txt"
+    listed.write_text("a.png\n\nb c.png\r\n")
+    stdin = io.StringIO("x.png\ny.png\n")
+    assert list(image_paths(["one.png", str(listed), "-"], stdin)) == [
+        "one.png",
+        "a.png",
+        "b c.png",
+        "x.png",
+        "y.png",
+    ]
+    check_inputs(["-", str(folder)])
+    with pytest.raises(FileNotFoundError, match=r"absent\.png: there is no such image"):
+        check_inputs([str(folder), "absent.png"])
+
+
+def test_folders_are_sorted_by_path(tmp_path: Path) -> None:
+    names = ["b.png", "a/2.png", "0500.png", "a/10.png", "a.png", "0000.png", "c/z/1.png"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = list(image_paths([str(tmp_path)]))
+    assert found == [str(path) for path in sorted(tmp_path / name for name in names)]
+
+
+def test_predictions_keep_the_order_and_report_what_cannot_be_read(folder: Path) -> None:
+    (folder / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n but no more")
+    names = ["0.png", "3.png", "broken.png", "absent.png", "1.png", "deep", "6.png"]
+    model = Brightness()
+    found = list(predict([str(folder / name) for name in names], model, batch_size=3))
+    assert [Path(row.path).name for row in found] == names
+    values = [None if row.answer is None else row.answer["values"][0] for row in found]
+    assert values == [0, 30, None, None, 10, None, 60]
+    assert "cannot identify" in (found[2].error or "")
+    assert found[3].error == "No such file or directory"
+    assert found[5].error == "Is a directory"
+    assert model.batches == [2, 1, 1]
+    assert list(predict([], model)) == []
+    with pytest.raises(ValueError, match="at least 1 is needed"):
+        list(predict([], model, batch_size=0))
+
+
+def test_millions_of_paths_cost_no_memory(folder: Path) -> None:
+    path, taken = str(folder / "0.png"), count()
+
+    def endless() -> Iterator[str]:
+        for _ in taken:
+            yield path
+
+    model = Brightness()
+    stream = predict(endless(), model, batch_size=8, threads=2)
+    sizes = []
+    tracemalloc.start()
+    for _ in range(3):
+        for _ in range(800):
+            next(stream)
+        model.batches.clear()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[2] - sizes[1] < 20_000, "a path and its future alone would be 600,000"
+    assert next(taken) <= 2400 + 3 * 8, "paths are read only as they are needed"
+    stream.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("decode")]
+
+
+def test_a_classifier_names_the_likeliest_classes(exported: Export, tmp_path: Path) -> None:
+    picture = example_pictures(1, 64)[0].image
+    picture.save(tmp_path / "picture.png")
+    onnx = OnnxModel(exported.folder / "model.onnx")
+    both = [Classifier(onnx, onnx.information, 3), Classifier(exported.model, onnx.information, 3)]
+    answers = []
+    for classifier in both:
+        (row,) = predict([str(tmp_path / "picture.png")], classifier)
+        assert row.answer is not None
+        answers.append(row.answer)
+    assert answers[0]["classes"] == [f"class {index}" for index in answers[0]["indices"]]
+    assert answers[0]["indices"] == answers[1]["indices"]
+    assert answers[0]["probabilities"] == sorted(answers[0]["probabilities"], reverse=True)
+    unnamed = ModelInformation(model="x", spec=onnx.information.spec)
+    (row,) = predict([str(tmp_path / "picture.png")], Classifier(onnx, unnamed, 50))
+    assert row.answer is not None
+    assert row.answer["classes"] == [str(index) for index in row.answer["indices"]]
+    assert len(row.answer["classes"]) == 10
+    assert sum(row.answer["probabilities"]) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_detector_gives_boxes_above_its_threshold(folder: Path) -> None:
+    class Found:
+        class_names = ("cat", "dog")
+
+        @staticmethod
+        def model(images: list[Tensor]) -> list[dict[str, Tensor]]:
+            assert [tuple(image.shape) for image in images] == [(3, 4, 4), (3, 4, 4)]
+            assert float(images[1].max()) == pytest.approx(30 / 255)
+            boxes = torch.tensor([[0.0, 0, 2, 2], [1, 1, 3, 3.04]])
+            scores, labels = torch.tensor([0.3, 0.9]), torch.tensor([1, 2])
+            return [{"boxes": boxes, "scores": scores, "labels": labels}] * 2
+
+    detector = Detector(Found(), threshold=0.5)  # type: ignore[arg-type]
+    rows = list(predict([str(folder / "0.png"), str(folder / "3.png")], detector))
+    expected = {"classes": ["dog"], "scores": [0.9], "boxes": [[1.0, 1.0, 3.0, 3.0]]}
+    assert [row.answer for row in rows] == [expected, expected]
+
+
+def test_lines_are_json_or_csv(folder: Path) -> None:
+    import csv
+
+    model = Brightness()
+    rows = list(predict([str(folder / "1.png"), str(folder / "absent, or so.png")], model))
+    lines, table = io.StringIO(), io.StringIO()
+    for row in rows:
+        open_writer("jsonl", lines, model)(row)
+    write = open_writer("csv", table, model)
+    for row in rows:
+        write(row)
+    first, second = (json.loads(line) for line in lines.getvalue().splitlines())
+    assert first == {"path": str(folder / "1.png"), "classes": ["10"], "values": [10.0]}
+    assert second["error"] == "No such file or directory"
+    table.seek(0)
+    one, other = csv.DictReader(table)
+    assert (one["class"], one["error"], json.loads(one["values"])) == ("10", "", [10.0])
+    assert (other["path"], other["class"]) == (str(folder / "absent, or so.png"), "")

@@ -1,0 +1,144 @@
+"""The Triton kernels give what the plain path gives: on a GPU, or in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ltm.kernels import fused
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def found():
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, str(TESTS / "kernels_worker.py")],
+        env={**os.environ, **interpreted, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_decisions_are_the_same_and_weights_and_merged_tokens_agree(found):
+    for name, case in found["kernels"].items():
+        # Which of the tokens that are not there leaves is anybody's choice.
+        assert case["leaves"] or name == "hardly anything there", name
+        assert case["assignment"] or name == "hardly anything there", name
+        assert case["merged True"] < 1e-5, name
+        assert case["merged False"] < 1e-5, name
+        assert case["sizes"] == 0, name
+        assert case["handed on"] < 1e-5, name
+        assert case["without values"], name
+        assert case["unattended"] == 0, name
+        assert case["weights"] < 1e-5, name
+
+
+def test_many_images_in_half_precision_are_decided_alike_every_time(found):
+    if "repeated" not in found:
+        pytest.skip("no CUDA device")
+    same, right = found["repeated"]
+    assert same
+    assert right > 0.98  # a token that leaves earlier or later moves the places after it
+
+
+def test_attention_and_importance_agree(found):
+    for num_tokens, (attention, importance) in found["attention"].items():
+        assert attention < 1e-5, num_tokens
+        assert importance < 1e-5, num_tokens
+    for case, (attention, _) in found["attention in half"].items():
+        assert attention < 5e-3, case
+
+
+def test_informative_steps_agree(found):
+    for case, (logits, weights) in found["inform"].items():
+        assert max(logits, weights) < 1e-3, case
+    few, many = found["inform half"]
+    assert max(few) < 0.02  # of logits that are one on average
+    assert max(many) < 0.1  # products in half precision
+    for case, (same, weights, logits) in found["placed"].items():
+        assert same, case
+        assert max(weights, logits) < 1e-5, case
+
+
+def test_constant_masks_agree(found):
+    for single, half in zip(found["mixed"][::2], found["mixed"][1::2], strict=True):
+        assert single < 1e-6
+        assert half < 1e-3
+
+
+def test_tokens_with_much_in_common_are_decided_alike(found):
+    assert min(found["decided"]) > 0.99
+
+
+def test_grids_agree(found):
+    assert max(found["grids"]) < 1e-5
+    assert max(found["grids in half"]) < 1e-2
+    assert len(found["families"]) == 6
+    for name, (difference, _, cost) in found["families"].items():
+        assert difference < 1e-4, name
+        assert 0.8 < cost < 1.02, name
+
+
+def test_networks_agree(found):
+    kinds = {"default", "static", "frozen", "informative", "operators", "unimportant"}
+    assert set(found["models"]) == kinds
+    for name, (difference, _, cost) in found["models"].items():
+        assert difference < 1e-5, name
+        assert 0.8 < cost < 1.02, name
+    for name, (difference, plain, _) in found.get("half", {}).items():
+        # Rounding alone can change who leaves: then the plain path differs as much.
+        assert difference < max(1e-2, 1.5 * plain), name
+    for name, difference in found.get("captured", {}).items():
+        assert difference < 1e-5, name
+
+
+def test_what_trains_on_a_frozen_network_has_the_gradients_of_the_plain_path(found):
+    for name, (ours, plain) in found["learns"].items():
+        assert len(plain) > 1, name
+        assert all(gradient != 0 for gradient in plain[:-1]), name
+        assert ours == pytest.approx(plain, rel=1e-3, abs=1e-7), name
+
+
+def test_they_are_for_inference_on_a_gpu():
+    tokens = torch.zeros(1, 9, 4)
+    before = fused.enable()
+    try:
+        assert not fused.takes(tokens)
+    finally:
+        fused.enable(before)
+
+
+def test_wide_networks_have_their_importance_from_a_kernel(monkeypatch):
+    monkeypatch.setattr(fused, "_runs_on", lambda _: True)
+    before = fused.enable()
+    try:
+        assert fused.takes_importance(torch.zeros(1, 197, 3 * 768), 64)
+        assert not fused.takes_importance(torch.zeros(1, 577, 3 * 768), 64)
+        assert not fused.takes_importance(torch.zeros(1, 197, 3 * 768), 96)
+    finally:
+        fused.enable(before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels can be built")
+def test_where_they_cannot_be_built_the_plain_path_is_taken_with_a_warning(monkeypatch):
+    capability = {"value": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability["value"])
+    fused._works_on.cache_clear()
+    with pytest.warns(RuntimeWarning, match="LTM_KERNELS=0"):
+        assert not fused._works_on(0)
+    capability["value"] = (6, 1)
+    fused._works_on.cache_clear()
+    assert not fused._works_on(0)
+    fused._works_on.cache_clear()

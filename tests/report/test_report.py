@@ -1,0 +1,203 @@
+"""The report: honest sentences, nothing fetched, everything escaped."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ltm.evaluation.accuracy import PairedDifference
+from ltm.report.card import write_card
+from ltm.report.comparison import Comparison, Network
+from ltm.report.curves import Point, accuracy_figure, bottleneck_figure, tokens_figure
+from ltm.report.pictures import figure_bytes
+from ltm.report.report import Illustration, curves, render_report, table_of, write_report
+from ltm.report.verdicts import headline, verdicts
+
+
+class Page(HTMLParser):
+    """Collects what a page asks a browser to load, and whether its tags close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.pictures: list[dict[str, str | None]] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "srcset", "data", "poster", "action"):
+                self.addresses.append(value or "")
+        if tag == "img":
+            self.pictures.append(dict(attrs))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_fetches_nothing(comparison: Comparison, tmp_path: Path) -> None:
+    shown = Illustration(address="data:image/png;base64,YWJj", alt="a token", caption="One")
+    text = write_report(comparison, tmp_path, [shown]).read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert all(address.startswith("data:") for address in page.addresses)
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "script" not in page.tags
+    assert len(page.pictures) == 1 + len(curves(comparison))
+    assert all(picture["alt"] for picture in page.pictures)
+    assert "vit &lt;tiny&gt;" in text
+    assert "width=device-width" in text
+
+
+def test_every_cell_names_its_column_for_narrow_windows(comparison: Comparison) -> None:
+    text = render_report(comparison)
+    cells = re.findall(r"<td[^>]*>", text)
+    assert cells
+    assert all("data-label=" in cell for cell in cells)
+
+
+def test_the_main_sentence_states_accuracy_and_cost(comparison: Comparison) -> None:
+    assert headline(comparison) == "LTM kept 74.1 of 74.2 top-1 at 0.70 of the multiply-adds."
+    said = " ".join(verdicts(comparison))
+    assert "neither a loss nor a gain can be told from chance" in said
+    assert "no gain at batch 1; 1.20x as fast at batch 8" in said
+    assert "LTM against ToMe (73.1 at 0.70): +1.0 points" in said
+    assert "LTM is better" in said
+    assert "LTMP is not compared: it cannot reach 0.70." in said
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "meaning"),
+    [
+        (-0.02, -0.01, "a real loss"),
+        (0.001, 0.02, "a real gain"),
+        (-0.01, 0.01, "neither a loss nor a gain"),
+    ],
+)
+def test_a_difference_is_called_real_only_outside_chance(
+    low: float, high: float, meaning: str, comparison: Comparison
+) -> None:
+    difference = PairedDifference(difference=(low + high) / 2, low=low, high=high, num_images=2000)
+    changed = _with(comparison, "ltm", against_base=difference)
+    assert meaning in verdicts(changed)[1]
+
+
+def test_a_slower_network_a_missed_budget_and_few_images_are_admitted(
+    comparison: Comparison,
+) -> None:
+    ltm = comparison.compressed
+    assert ltm is not None
+    assert ltm.accuracy is not None
+    slow = dataclasses.replace(ltm.timings[0], speedup=0.8, speedup_interval=(0.7, 0.9))
+    few = dataclasses.replace(ltm.accuracy, num_images=100, top1_interval=(0.65, 0.83))
+    changed = _with(comparison, "ltm", timings=(slow,), share=0.74, accuracy=few)
+    said = " ".join(verdicts(changed))
+    assert "slower, 0.80x at batch 1" in said
+    assert "The budget of 0.70 was missed: the share is 0.740." in said
+    assert "Only 100 images were evaluated: top-1 itself is known to 9.0 points" in said
+
+
+def test_a_stopped_run_says_so(comparison: Comparison) -> None:
+    stopped = dataclasses.replace(comparison, interrupted="timing", networks=())
+    assert verdicts(stopped)[-1].startswith("The run was stopped during timing")
+    assert "This run was stopped during timing" in render_report(stopped)
+    assert stopped.to_dict()["complete"] is False
+    assert json.dumps(comparison.to_dict())
+
+
+def test_the_table_leaves_out_what_nobody_measured(comparison: Comparison) -> None:
+    header, *rows = table_of(comparison)
+    assert header[0] == "network"
+    assert [row[0] for row in rows] == ["original", "LTM", "ToMe"]
+    assert header[-2:] == ["batch 1", "batch 8"]
+    assert rows[1][1:] == [
+        "74.10",
+        "-0.10 (-0.6 to +0.4)",
+        "93.0%",
+        "0.840",
+        "0.70",
+        "no gain",
+        "1.20x",
+    ]
+    untimed = dataclasses.replace(
+        comparison,
+        networks=tuple(dataclasses.replace(n, timings=()) for n in comparison.networks),
+    )
+    assert table_of(untimed)[0][-1] == "share"
+
+
+def test_the_card_has_the_hubs_front_matter(comparison: Comparison, tmp_path: Path) -> None:
+    text = write_card(comparison, tmp_path, origin={"base_model": "timm/vit", "license": "mit"})
+    _, front, body = text.read_text(encoding="utf-8").split("---\n", 2)
+    known = yaml.safe_load(front)
+    assert known["library_name"] == "timm"
+    assert known["base_model"] == "timm/vit"
+    metric = known["model-index"][0]["results"][0]["metrics"][0]
+    assert metric == {"type": "accuracy", "name": "top-1", "value": 74.1}
+    assert "| LTM | 74.10 | 93.00 | 0.840 | 0.700 | 5.70 M |" in body
+    assert "ltm.load(" in body
+
+
+def test_the_card_names_files_without_the_folders_of_a_machine(
+    comparison: Comparison, tmp_path: Path
+) -> None:
+    command = (
+        "ltm compress --model vit --data '/home/me/my data/val' --weights /home/me/w.safetensors "
+        "--method ltm:sites=1+2 --model-args file=/home/me/w.json --output runs/small"
+    )
+    given = dataclasses.replace(
+        comparison,
+        data="/home/me/my data/val/",
+        command=command,
+        left_out={"ltmp": "no data at /home/me/my data/val/train"},
+    )
+    text = write_card(given, tmp_path).read_text(encoding="utf-8")
+    assert "/home" not in text
+    assert (
+        "ltm compress --model vit --data val --weights w.safetensors --method ltm:sites=1+2 "
+        "--model-args file=w.json --output runs/small"
+    ) in text
+    assert "Data: val" in text
+    assert yaml.safe_load(text.split("---\n")[1])["model-index"][0]["results"][0]["dataset"] == {
+        "name": "val",
+        "type": "val",
+    }
+
+
+def test_curves_show_every_network(comparison: Comparison) -> None:
+    points = [
+        Point(method=method, cost=cost, accuracy=0.5 + cost / 10)
+        for method in ("base", "ltm", "ltm:support=learned")
+        for cost in (1.0, 2.0)
+    ]
+    axes = accuracy_figure(points, "GMACs").axes[0]
+    labels = axes.get_legend_handles_labels()[1]
+    assert labels == ["original", "LTM", "ltm:support=learned"]
+    lines = tokens_figure({"base": {0: 64, 1: 64}, "ltm": {0: 64, 1: 30}}).axes[0].lines
+    assert _heights(lines[1]) == [64, 30]
+    sites = [site for n in comparison.networks for site in n.bottleneck]
+    upper, lower = bottleneck_figure(sites).axes
+    assert len(upper.lines) == len(lower.lines) == 3
+    assert _heights(upper.lines[0]) == [0.0, -0.1]
+    same = [figure_bytes(accuracy_figure(points, "GMACs"), "svg") for _ in range(2)]
+    assert b"<svg" in same[0]
+
+
+def _heights(line: Any) -> list[float]:
+    return list(line.get_ydata())
+
+
+def _with(comparison: Comparison, method: str, **changes: object) -> Comparison:
+    def change(network: Network) -> Network:
+        return dataclasses.replace(network, **changes) if network.method == method else network
+
+    return dataclasses.replace(comparison, networks=tuple(map(change, comparison.networks)))

@@ -1,0 +1,287 @@
+"""Declared data: names, identities, the paper's numbers, statistics, verdicts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import timm
+from torch import nn
+
+from ltm.cli import main
+from ltm.detection.settings import DetectionSettings
+from reproduction.beside import beside, judge, write_section
+from reproduction.jobs import Classifier, _plain, identity, resolved
+from reproduction.measures import MEASURES, correct_flags
+from reproduction.paper import paper_numbers
+from reproduction.place import Place, perform
+from reproduction.reading import Reader
+from reproduction.requests import base, tuned
+from reproduction.scales import make_scale, remembered
+from reproduction.scales.base import Sources
+from reproduction.seeds import estimate
+from reproduction.table import Cell, Claim, Column, Row, Table
+from reproduction.tables import EXPERIMENTS
+from reproduction.work.classify import pack_bits
+from reproduction.work.networks import layer_counts
+
+SOURCES = Sources(data="/data/tiny-imagenet.zip", weights="/data/vit.safetensors")
+SMALL = make_scale("small", SOURCES)
+
+
+def test_list_names_every_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", "list"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said and made.item in said for name, made in EXPERIMENTS.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["finetunes"], "did you mean finetune"),
+        (["finetune", "--scale", "small"], "needs --data"),
+        (["finetune", "--scale", "paper"], "needs --data"),
+        (["finetune", "--scale", "small", "--data", "no-such-folder"], "no data at no-such-folder"),
+        (["finetune", "--minutes", "0"], "minutes is 0"),
+        (["finetune", "--seeds", "0"], "seeds is 0"),
+        (["finetune", "--devices", "0"], "devices is 0"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["table", *arguments, "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("scale", ["paper", "small", "smoke"])
+def test_every_experiment_is_declared_at_every_scale(scale: str) -> None:
+    made = make_scale(scale, SOURCES)
+    for name, experiment in EXPERIMENTS.items():
+        table = experiment.declare(made)
+        columns = {column.name for column in table.columns}
+        assert table.jobs()
+        assert table.claims
+        assert {cell.measure for row in table.rows for cell in row.cells.values()} <= set(MEASURES)
+        assert all(set(row.cells) <= columns for row in table.rows)
+        labels = [row.label for row in table.rows]
+        assert len(labels) == len(set(labels))
+        for claim in table.claims:
+            assert {claim.row, claim.other} <= set(labels), (name, claim)
+            assert {claim.column, claim.other_column or claim.column} <= columns
+            assert claim.row != claim.other or claim.other_column is not None
+
+
+def test_at_the_papers_scale_every_printed_row_but_two_is_run() -> None:
+    made = make_scale("paper", SOURCES)
+    left_out = []
+    for name, experiment in EXPERIMENTS.items():
+        ours = {row.paper_label for row in experiment.declare(made).rows}
+        left_out += [row for row in paper_numbers(name) if row not in ours]
+    assert left_out == ["YoloV5-N 640", "Vidt"], "cited there, and no part of this project"
+
+
+def test_comparisons_have_three_seeds() -> None:
+    table = EXPERIMENTS["finetune"].declare(SMALL)
+    row = next(row for row in table.rows if row.label == "LTM-MobileViT-XS")
+    assert len(row.cells["top-1 @10"].jobs) == 3
+
+
+def test_notes_say_what_a_table_is_about() -> None:
+    notes = {name: " ".join(made.declare(SMALL).notes) for name, made in EXPERIMENTS.items()}
+    shares = "ViT-Ti 0.7 and 0.75; MobileViT-XS 0.743 and 0.771 (ToMe, ToFu), 0.8 (LTMP)."
+    assert shares in notes["finetune"]
+    tuned_tables = ("finetune", "sweep", "ib-finetune", "layers", "lora")
+    assert all("draws 5,000 of the training images" in notes[name] for name in tuned_tables)
+    assert "ViT-Ti after 1 epoch, from scratch ViT-Ti/8; GMACs are ViT-Ti's" in notes["sweep"]
+    assert "ViT-Ti does not begin from nothing" in notes["ib-scratch"]
+    assert "LTMP is fine-tuned for 10 epochs; in Table 2 for 1 epoch." in notes["ib-scratch"]
+    assert "The paper's layers are those of MobileViT-S." in notes["layers"]
+    papers = EXPERIMENTS["layers"].declare(make_scale("paper", SOURCES)).notes
+    assert "MobileViT-S." not in " ".join(papers), "there they are the paper's own"
+
+
+def test_beside_has_the_notes_and_leaves_out_rows_of_another_network(place: Place) -> None:
+    names = ("sweep", "layers")
+    tables = {name: EXPERIMENTS[name].declare(SMALL) for name in names}
+    section = beside([(EXPERIMENTS[n], tables[n]) for n in names], place.store, "small")
+    sweep, layers = section.split("### Table 8")
+    for part, name in ((sweep, "sweep"), (layers, "layers")):
+        claims, _, rest = part.partition("not tested: not run |\n\n")
+        assert claims
+        assert all(note in rest for note in tables[name].notes)
+    assert "84.43" in sweep, "the paper's own numbers"
+    assert "this scale has no such row" not in layers
+    assert "None of these rows stands beside one of the paper's" in layers
+
+
+def test_tables_share_jobs() -> None:
+    jobs = {n: {identity(j) for j in EXPERIMENTS[n].declare(SMALL).jobs()} for n in EXPERIMENTS}
+    network = SMALL.finetune[1]
+    shared = identity(base(network, 0))
+    assert all(shared in jobs[name] for name in ("finetune", "scratch", "ib-finetune", "losses"))
+
+
+def test_identity_is_what_is_run_not_where() -> None:
+    job = tuned(SMALL.finetune[0], "ltm", 0.7, 5, 1)
+    elsewhere = make_scale(
+        "small", Sources(data="/other/tiny-imagenet.zip", weights="/w/vit.safetensors")
+    )
+    assert identity(tuned(elsewhere.finetune[0], "ltm", 0.7, 5, 1)) == identity(job)
+    moved = replace(job.settings, run=replace(job.settings.run, device="cuda", devices=4))
+    assert identity(replace(job, settings=moved)) == identity(job)
+    assert identity(tuned(SMALL.finetune[0], "ltm", 0.7, 5, 2)) != identity(job)
+    assert identity(tuned(SMALL.finetune[0], "ltm", 0.65, 5, 1)) != identity(job)
+    assert "/" not in json.dumps(resolved(base(SMALL.finetune[0], 0)))
+
+
+def test_a_new_setting_renames_nothing_and_a_new_default_is_noticed(place: Place) -> None:
+    job = tuned(SMALL.finetune[0], "ltm", 0.7, 5, 1)
+    kept = json.loads(json.dumps(resolved(job)))
+    del kept["settings"]["optim"]["ema"], kept["start"]["settings"]["run"]["seed"]
+    place.store.finish(job, {"job": kept, "values": {"parameters": 1.0}})
+    assert place.store.values(job) == {"parameters": 1.0}, "it was made before ema was a setting"
+    kept["start"]["settings"]["optim"]["momentum"] = 0.5
+    place.store.finish(job, {"job": kept, "values": {"parameters": 1.0}})
+    assert place.store.is_stale(job)
+    assert place.store.values(job) is None, "the network it starts from would be another today"
+    assert "momentum" not in json.dumps(_plain("", job, whole=False)), (
+        "defaults are no part of the name"
+    )
+
+
+def test_names_of_the_data_are_remembered(place: Place) -> None:
+    assert remembered(place.store, "small", SOURCES, runs=True) == SOURCES
+    found = remembered(place.store, "small", Sources(), runs=False)
+    assert found == Sources(data="tiny-imagenet.zip", weights="vit.safetensors")
+    networks = [make_scale("small", sources).finetune[0] for sources in (found, SOURCES)]
+    assert identity(base(networks[0], 0)) == identity(base(networks[1], 0))
+
+
+def test_bits_hold_every_image() -> None:
+    import torch
+
+    flags = [True, False, False, True, True, False, True]
+    values = {"correct_bits": pack_bits(torch.tensor(flags)), "num_images": 7}
+    assert correct_flags(values) == flags
+    assert MEASURES["top1"](values, None) == pytest.approx(400 / 7)
+
+
+def test_student_interval() -> None:
+    found = estimate([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.reach == pytest.approx(4.303 / 3**0.5)
+    assert estimate([5.0]).low is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "paper", "verdict"),
+    [
+        ((5.0, 5.1, 5.2), (1.0, 1.1, 1.2), 1.0, "confirmed"),
+        ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), 1.0, "not confirmed: the opposite"),
+        ((1.0, 5.0, 1.0), (2.0, 1.0, 4.0), 1.0, "not confirmed: no clear difference"),
+        ((5.0,), (1.0,), 1.0, "seen in one run, not tested over seeds"),
+        ((1.00001,), (1.0,), 1.0, "not seen in one run, not tested over seeds"),
+        ((), (1.0, 2.0), 1.0, "not tested: not run"),
+        ((4.9, 5.0, 5.1), (5.0, 5.1, 5.2), -0.5, "confirmed"),
+        ((1.0, 1.1, 1.2), (5.0, 5.1, 5.3), -0.5, "not confirmed: the difference is larger"),
+        ((4.0, 4.5, 5.0), (5.0, 5.0, 5.0), -0.5, "not confirmed: no clear difference"),
+        ((4.8,), (5.0,), -0.5, "seen in one run, not tested over seeds"),
+        ((4.0,), (5.0,), -0.5, "not seen in one run, not tested over seeds"),
+    ],
+)
+def test_verdicts(ours: tuple, theirs: tuple, paper: float, verdict: str, place: Place) -> None:
+    """Where the paper itself is below the other, no worse than that is what it claims."""
+    jobs = {}
+    for name, numbers in (("a", ours), ("b", theirs)):
+        made = []
+        for seed in range(max(1, len(numbers))):
+            job = tuned(SMALL.finetune[0], "ltm" if name == "a" else "ltmp", 0.7, 1, seed)
+            made.append(job)
+            if numbers:
+                place.store.finish(job, {"values": {"parameters": 1e6 * numbers[seed]}})
+        jobs[name] = Cell(jobs=tuple(made), measure="parameters")
+    table = Table(
+        columns=(Column(name="n"),),
+        rows=tuple(Row(label=name, cells={"n": cell}) for name, cell in jobs.items()),
+    )
+    claim = Claim(row="a", other="b", column="n", expected="higher", paper=paper)
+    found = judge(table, claim, Reader(place.store))
+    assert found.verdict == verdict
+    assert found.paper == f"{paper:+.2f}"
+    turned = Claim(row="b", other="a", column="n", expected="lower", paper=-paper)
+    assert judge(table, turned, Reader(place.store)).verdict == verdict
+    assert found.what == f"a is {'higher' if paper > 0 else 'at most 0.5 lower'} than b in n"
+
+
+def test_differences_are_of_the_same_seed(place: Place) -> None:
+    """A seed that is missing in one row takes no part; one published network stands for all."""
+    network = SMALL.finetune[0]
+    jobs = [[tuned(network, m, 0.7, 1, seed) for seed in range(3)] for m in ("ltm", "ltmp")]
+    numbers = {
+        jobs[0][0]: 10.0,
+        jobs[0][2]: 30.0,
+        jobs[1][0]: 9.0,
+        jobs[1][1]: 5.0,
+        jobs[1][2]: 28.0,
+    }
+    for job, number in numbers.items():
+        place.store.finish(job, {"values": {"parameters": 1e6 * number}})
+    cells = [Cell(jobs=tuple(made), measure="parameters") for made in jobs]
+    cells.append(Cell(jobs=(jobs[1][1],), measure="parameters"))
+    table = Table(
+        columns=(Column(name="n"),),
+        rows=tuple(Row(label=n, cells={"n": c}) for n, c in zip("abc", cells, strict=True)),
+    )
+    for other, expected in (("b", (1.0, 2.0)), ("c", (5.0, 25.0))):
+        claim = Claim(row="a", other=other, column="n", expected="higher")
+        found = Reader(place.store).compare(table, claim).estimate
+        assert found is not None
+        assert found.values == expected
+
+
+def test_a_page_without_an_end_mark_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("<!-- paper beside ours: begin -->\nwords\n")
+    with pytest.raises(ValueError, match="add it, or remove both"):
+        write_section(page, "section")
+
+
+def vit() -> nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2
+    )
+
+
+def test_one_layer_keeps_another_share() -> None:
+    assert layer_counts(vit(), (32, 32), 0.5, 1, 0.9) == [8, 8, 4]
+    grids = layer_counts(timm.create_model("efficientvit_b0"), (128, 128), 0.7, 0, 0.3)
+    assert grids[0] == (5, 5), "8 x 8 tokens, sides by the root of 0.3"
+    assert len(grids) == 4
+    with pytest.raises(ValueError, match="sites 0 to 2"):
+        layer_counts(vit(), (32, 32), 0.5, 3, 0.9)
+
+
+def test_a_job_is_data() -> None:
+    job = base(SMALL.finetune[1], 0)
+    assert isinstance(job, Classifier)
+    assert hash(job) == hash(base(SMALL.finetune[1], 0))
+
+
+@pytest.mark.parametrize("task", ["detection", "segmentation"])
+def test_no_epoch_of_a_detector_is_chosen_by_the_scores_that_are_reported(
+    task: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[DetectionSettings] = []
+
+    def stop(settings: DetectionSettings, *_: object, **__: object) -> None:
+        seen.append(settings)
+        raise InterruptedError
+
+    monkeypatch.setattr("reproduction.work.detect.train_detector", stop)
+    table = EXPERIMENTS[task].declare(make_scale("paper", SOURCES))
+    with pytest.raises(InterruptedError):
+        perform(table.jobs()[0], place)
+    assert seen[0].eval_every == seen[0].optim.epochs
