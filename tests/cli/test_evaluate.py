@@ -20,8 +20,8 @@ import ltm
 from ltm.cli import main
 from ltm.cli.compression import Compression
 from ltm.cli.evaluate import meet_ratios_
-from ltm.cli.progress import Progress
 from ltm.data.transforms import evaluation_transform, image_spec
+from ltm.progress import Progress
 
 pytestmark = pytest.mark.slow
 

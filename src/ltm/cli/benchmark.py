@@ -10,7 +10,7 @@ from ltm.cli.hosts import SizeError, check_name
 from ltm.cli.images import require_least
 from ltm.cli.models import RATIO, load_model, refuse_given, split_methods
 from ltm.cli.races import Grid, Results
-from ltm.cli.results import check_folder
+from ltm.files import check_folder
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +87,8 @@ def benchmark(
     import torch
 
     from ltm.evaluation.latency import DTYPES
-    from ltm.evaluation.processes import local_device
     from ltm.evaluation.runners import MODES
+    from ltm.processes import local_device
 
     _check_output(output, resume=resume, overwrite=overwrite)
     wanted_modes = _listed("modes", modes, MODES)

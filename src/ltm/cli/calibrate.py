@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ltm.cli.images import load_batches, open_images, require_least
 from ltm.cli.models import load_model
-from ltm.cli.progress import interruptible
-from ltm.cli.results import check_folder, write_metrics
+from ltm.files import check_folder, write_metrics
+from ltm.progress import interruptible
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -90,7 +90,7 @@ def calibrate(
 
     from ltm import calibration
     from ltm.calibration.settings import MIN_IMAGES, check_budget
-    from ltm.evaluation.processes import local_device
+    from ltm.processes import local_device
 
     if (budget is None) == (budget_ms is None):
         raise ValueError("budget: give --budget or --budget-ms, one of them")

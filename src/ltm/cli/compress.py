@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.results import check_folder
+from ltm.files import check_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,7 +105,7 @@ def compress(
     from ltm.cli.models import check_classes, load_model, method_config, split_methods
     from ltm.cli.partition import part_images
     from ltm.cli.tuning import require_training_images
-    from ltm.evaluation.processes import local_device
+    from ltm.processes import local_device
 
     where = local_device(device)
     config = method_config(method, ratio)

@@ -19,7 +19,7 @@ from ltm.cli.measurements import BASE, Measurements
 from ltm.cli.models import method_config
 from ltm.cli.partition import Partition
 from ltm.cli.pictures import data_pictures, illustrate, telling_block, trace_models
-from ltm.cli.results import write_metrics
+from ltm.files import write_metrics
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ltm.cli.compress import command_line, say, show
 from ltm.cli.models import method_config
-from ltm.cli.results import check_folder
+from ltm.files import check_folder
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ltm.cli.progress import Progress
-from ltm.cli.results import check_folder, write_metrics
 from ltm.detection.settings import (
     DetectionSettings,
     Task,
     find_detection_recipe,
     read_detection_settings,
 )
+from ltm.files import check_folder, write_metrics
+from ltm.progress import Progress
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from ltm.cli.models import (
     refuse_given,
     split_methods,
 )
-from ltm.cli.progress import Progress
-from ltm.cli.results import check_folder, write_metrics
+from ltm.files import check_folder, write_metrics
+from ltm.progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +93,7 @@ def evaluate(
     from ltm.evaluation import accuracy, environment
     from ltm.evaluation.accuracy import as_row
     from ltm.evaluation.bottleneck import measure_bottleneck
-    from ltm.evaluation.processes import joined, local_device
+    from ltm.processes import joined, local_device
 
     where = local_device(device)
     dataset = open_images(data, split, images)

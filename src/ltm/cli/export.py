@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ltm.cli.images import expected_images, require_least
 from ltm.cli.models import RATIO, load_model, method_config
-from ltm.cli.progress import Progress
-from ltm.cli.results import check_folder, write_metrics
+from ltm.files import check_folder, write_metrics
+from ltm.progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn

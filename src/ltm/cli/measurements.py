@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ltm.cli.models import num_classes_of
-from ltm.cli.progress import Progress
+from ltm.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import tyro
 
 from ltm.cli.models import load_model, refuse_given
-from ltm.cli.progress import Progress
-from ltm.cli.results import check_folder, write_metrics
+from ltm.files import check_folder, write_metrics
+from ltm.progress import Progress
 
 if TYPE_CHECKING:
     from ltm.deployment.information import ModelInformation

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ltm.cli.models import load_model
-from ltm.cli.results import check_folder, write_metrics
+from ltm.files import check_folder, write_metrics
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ltm.cli.results import check_folder
+from ltm.files import check_folder
 
 if TYPE_CHECKING:
     from reproduction.place import Place
@@ -135,7 +135,7 @@ def _place(store: Store, device: str, *, devices: int, workers: int, deadline: f
     from rich.console import Console
 
     import reproduction.work  # noqa: F401 - registers how jobs are run
-    from ltm.evaluation.processes import local_device
+    from ltm.processes import local_device
     from reproduction.place import Place
 
     return Place(

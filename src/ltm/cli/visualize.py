@@ -10,7 +10,7 @@ import tyro
 
 from ltm.cli.images import expected_images, require_least
 from ltm.cli.models import load_model, method_config
-from ltm.cli.results import check_folder, write_metrics
+from ltm.files import check_folder, write_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,7 +79,7 @@ def visualize(
 
     from ltm.cli.pictures import generated_pictures, read_pictures, telling_block, trace_models
     from ltm.data.config import DataConfig
-    from ltm.evaluation.processes import local_device
+    from ltm.processes import local_device
     from ltm.report.pictures import prepare
 
     where = local_device(device)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ltm.core.cost import evaluating
-from ltm.evaluation.processes import gather_rows, require_images
+from ltm.processes import gather_rows, require_images
 
 NUM_BINS = 15
 """Bins of the calibration error, as usual."""

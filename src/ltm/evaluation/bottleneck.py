@@ -28,8 +28,8 @@ from ltm.core.clustering import class_centroids, class_membership, class_sums, i
 from ltm.core.cost import evaluating
 from ltm.core.statistics import ClassStatistics
 from ltm.core.validation import check_labels
-from ltm.evaluation.processes import require_images, sum_over_processes
 from ltm.methods import ToMe
+from ltm.processes import require_images, sum_over_processes
 
 Key = tuple[str, int]
 """A model and a block of it."""

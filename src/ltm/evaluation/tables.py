@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from ltm.evaluation.environment import Environment
 from ltm.evaluation.latency import BASE, Timing
+from ltm.files import locked, write_text
 
 _IDENTITY = ("model", "method", "ratio", "image_size", "batch_size", "dtype", "mode", "scope")
 
@@ -69,17 +68,13 @@ class TimingFile:
     def _locked(self) -> AbstractContextManager[object]:
         if self.path is None:
             return nullcontext()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(self.path.with_suffix(".lock"))
+        return locked(self.path.with_suffix(".lock"))
 
     def _write(self) -> None:
         """Write the file in one step."""
         if self.path is None:
             return
-        text = json.dumps({"runs": self.runs, "rows": self.rows}, indent=1)
-        beside = self.path.with_suffix(".partial")
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        write_text(self.path, json.dumps({"runs": self.runs, "rows": self.rows}, indent=1) + "\n")
 
     def holds(self, row: Timing, device_name: str) -> bool:
         """Whether such a row was measured before on such a device."""

@@ -1,9 +1,49 @@
-"""What commands leave behind: `metrics.json` in the folder given as `--output`."""
+"""Files in a folder of results: checked before any work, written whole or not at all."""
+
+from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file in one step: readers see the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one step."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, values: object) -> None:
+    """Write a readable JSON file in one step."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+@contextmanager
+def locked(path: Path, timeout: float = -1) -> Iterator[None]:
+    """Hold the lock file `path` while inside; wait for whoever holds it, for ever by default."""
+    from filelock import FileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path, timeout=timeout):
+        yield
 
 
 def check_folder(
@@ -56,6 +96,4 @@ def _is_there(place: Path) -> bool:
 def write_metrics(output: Path | None, metrics: Mapping[str, object]) -> None:
     """Write `metrics.json` into the folder `output`, if one was asked for."""
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(metrics, indent=2)
-        (output / "metrics.json").write_text(text + "\n", encoding="utf-8")
+        write_json(output / "metrics.json", metrics)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ltm.cli.results import check_folder
+from ltm.files import check_folder
 
 
 def test_folders_are_looked_at_and_none_is_made(tmp_path: Path) -> None:
