@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ltm.data.shapes import ShapesClassification, ShapesDetection
-from ltm.data.writing import write_archive, write_coco_folder, write_image_folder, write_shards
+from ltm.data.shapes import ShapesClassification
+from ltm.data.writing import write_archive, write_image_folder, write_shards
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +33,3 @@ def shards(splits, tmp_path_factory) -> Path:
     for dataset in splits:
         write_shards(dataset, root, images_per_shard=10)
     return root
-
-
-@pytest.fixture(scope="session")
-def scenes() -> ShapesDetection:
-    return ShapesDetection("val", num_images=8, image_size=64, empty_ratio=0.4, seed=1)
-
-
-@pytest.fixture(scope="session")
-def coco_folder(scenes, tmp_path_factory) -> Path:
-    return write_coco_folder(scenes, tmp_path_factory.mktemp("coco"))
