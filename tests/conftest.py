@@ -62,3 +62,17 @@ def real_data() -> Path:
     if not REAL_DATA.is_dir():
         pytest.skip("no real data: ../shared/data is absent")
     return REAL_DATA
+
+
+@pytest.fixture(scope="session")
+def scenes():
+    from ltm.data.shapes import ShapesDetection
+
+    return ShapesDetection("val", num_images=8, image_size=64, empty_ratio=0.4, seed=1)
+
+
+@pytest.fixture(scope="session")
+def coco_folder(scenes, tmp_path_factory) -> Path:
+    from ltm.data.writing import write_coco_folder
+
+    return write_coco_folder(scenes, tmp_path_factory.mktemp("coco"))
