@@ -107,10 +107,6 @@ def test_truncated_weights_are_damaged(weights: Path, tmp_path: Path) -> None:
         ({"model": "test_vit", "image_size": 0}, "--image-size is 0: it must be at least 1"),
         ({"run": Path("nowhere"), "image_size": -5}, "--image-size is -5: it must be at least 1"),
         (
-            {"model": "swin_tiny_patch4_window7_224", "image_size": 8, "untrained": True},
-            "--image-size is 8: this network cannot take it; leave it out, or give a multiple of",
-        ),
-        (
             {"model": "test_vit.nothing", "untrained": True},
             "cannot be made: Invalid pretrained tag",
         ),
@@ -242,3 +238,13 @@ def test_methods_become_configs() -> None:
 def test_bad_methods_are_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         method_config(text, 0.7)
+
+
+def test_a_size_at_which_the_network_fails_is_one_sentence(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("too small")
+
+    monkeypatch.setattr("timm.models.swin_transformer.SwinTransformer.forward_features", fail)
+    sentence = "--image-size is 64: this network cannot take it; leave it out, or give a multiple"
+    with pytest.raises(ValueError, match=sentence):
+        load_model("swin_tiny_patch4_window7_224", image_size=64, untrained=True)
