@@ -9,8 +9,8 @@ from pathlib import Path
 
 def main(config: str, folder: str) -> None:
     """Train with the settings of a file, going on where an interrupted run stopped."""
-    from ltm.training.config import read_settings  # noqa: PLC0415
     from ltm.training.run import train  # noqa: PLC0415
+    from ltm.training.settings import read_settings  # noqa: PLC0415
 
     train(read_settings(Path(config)), folder, resume="auto")
 

@@ -14,8 +14,8 @@ from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
 from ltm.detection.settings import DetectionSettings
-from ltm.training.config import MergeSettings, Settings
 from ltm.training.models import method_config
+from ltm.training.settings import MergeSettings, TrainSettings
 
 _ELSEWHERE = {
     "device", "devices", "strategy", "workers", "keep_every", "channels_last", "eval_batch_size",
@@ -47,7 +47,7 @@ class Classifier(Job):
 
     kind: ClassVar[str] = "classifier"
 
-    settings: Settings
+    settings: TrainSettings
     start: Job | None = None
     """The job whose network it starts from; otherwise what the settings say."""
     trains: bool = True
@@ -120,7 +120,7 @@ class Pruned(Job):
 
     kind: ClassVar[str] = "pruned"
 
-    settings: Settings
+    settings: TrainSettings
     start: Job
     peer: Literal["s2vite", "spvit", "savit"]
     share: float

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ltm.detection.settings import DetectionSettings
-from ltm.training.config import Settings
+from ltm.training.settings import TrainSettings
 from reproduction.jobs import Bottleneck, Classifier, Detector
 from reproduction.scales.base import Backbone, Network, Scale
 
@@ -104,7 +104,7 @@ def detector(
     )
 
 
-def with_method(settings: Settings, method: str, ratio: float | None) -> Settings:
+def with_method(settings: TrainSettings, method: str, ratio: float | None) -> TrainSettings:
     """Settings with another method; options of LTM's own do not go over to others."""
     kind: Any = method
     options = settings.merge.method_options if method == "ltm" else ()
@@ -117,11 +117,11 @@ def with_method(settings: Settings, method: str, ratio: float | None) -> Setting
     )
 
 
-def with_seed(settings: Settings, seed: int) -> Settings:
+def with_seed(settings: TrainSettings, seed: int) -> TrainSettings:
     """Settings with another seed."""
     return replace(settings, run=replace(settings.run, seed=seed))
 
 
-def started(settings: Settings) -> Settings:
+def started(settings: TrainSettings) -> TrainSettings:
     """Settings of a job that starts from another one's network, and from no other weights."""
     return replace(settings, model=replace(settings.model, pretrained=False, weights=None))

@@ -20,25 +20,25 @@ from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.loading import evaluation_loader
 from ltm.evaluation.accuracy import evaluate, summarise
 from ltm.evaluation.environment import describe
-from ltm.training.config import (
+from ltm.training.run import train
+from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
     OptimSettings,
     RunSettings,
-    Settings,
     TrainingData,
+    TrainSettings,
 )
-from ltm.training.run import train
 from ltm.web.embedded import CLASSES, EMBEDDED, SIDE, embedded_network, weights_path
 
 VAL_IMAGES = 1000
 SOURCE = f"shapes:classes={CLASSES},size={SIDE},images=8000,val_images={VAL_IMAGES}"
 
 
-def settings(name: str, epochs: int, seed: int) -> Settings:
+def settings(name: str, epochs: int, seed: int) -> TrainSettings:
     """The settings of one network's training."""
     found = EMBEDDED[name]
-    return Settings(
+    return TrainSettings(
         model=ModelSettings(name=found.model, model_args=found.words),
         merge=MergeSettings(method="none"),
         data=TrainingData(source=SOURCE, image_size=SIDE, batch_size=64, workers=0),

@@ -26,9 +26,9 @@ import timm
 import torch
 from rich.console import Console
 
-from ltm.training.config import Settings
 from ltm.training.recipes import SCRATCH
 from ltm.training.run import train
+from ltm.training.settings import TrainSettings
 
 FAMILIES = {
     "vit": "ViT, 6 blocks, width 96",
@@ -38,7 +38,9 @@ FAMILIES = {
 }
 
 
-def settings_of(family: str, method: str, seed: int, arguments: argparse.Namespace) -> Settings:
+def settings_of(
+    family: str, method: str, seed: int, arguments: argparse.Namespace
+) -> TrainSettings:
     """The settings of one run: the small recipe at the asked scale."""
     recipe = SCRATCH[f"shapes_{family}"]
     merge = recipe.merge

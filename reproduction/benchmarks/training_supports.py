@@ -27,12 +27,12 @@ from ltm.data.classification import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.evaluation.accuracy import Outputs, evaluate, paired_interval
-from ltm.training.config import Settings, from_mapping
 from ltm.training.models import build
 from ltm.training.run import train
+from ltm.training.settings import TrainSettings, from_mapping
 
 
-def settings_of(options: argparse.Namespace, ratio: float) -> Settings:
+def settings_of(options: argparse.Namespace, ratio: float) -> TrainSettings:
     """Fine-tuning as `ltm finetune` does it, with a learned support."""
     return from_mapping(
         {
@@ -54,7 +54,7 @@ def settings_of(options: argparse.Namespace, ratio: float) -> Settings:
     )  # fmt: skip
 
 
-def answers(model: nn.Module, settings: Settings) -> Outputs:
+def answers(model: nn.Module, settings: TrainSettings) -> Outputs:
     """What a network says about the held-out images."""
     images = open_splits(settings.data).val
     batches = evaluation_loader(images, image_spec(settings.data, model), settings.data)

@@ -36,12 +36,12 @@ from ltm.data.classification import Splits, open_splits
 from ltm.data.loading import evaluation_loader, training_loader
 from ltm.data.transforms import image_spec
 from ltm.training.budget import set_thresholds_
-from ltm.training.config import Settings, TrainingData, from_mapping
-from ltm.training.loop import Loaders, Trainer
+from ltm.training.fabric import make_fabric
 from ltm.training.models import build_model
-from ltm.training.processes import make_fabric
 from ltm.training.run import train
+from ltm.training.settings import TrainingData, TrainSettings, from_mapping
 from ltm.training.statistics import start_statistics_
+from ltm.training.trainer import Loaders, Trainer
 from ltm.training.validation import evaluate
 
 LIGHT = {
@@ -60,7 +60,7 @@ METHODS = {
 }
 
 
-def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> Settings:
+def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> TrainSettings:
     """Settings on Tiny-ImageNet; groups are added to what all runs share."""
     values: dict[str, dict[str, Any]] = {
         "model": {"name": "vit_tiny_patch16_224"},
@@ -114,7 +114,9 @@ def row_of(name: str, folder: Path, trained: int) -> Row:
     }
 
 
-def run_one(report: Report, options: argparse.Namespace, name: str, settings: Settings) -> Path:
+def run_one(
+    report: Report, options: argparse.Namespace, name: str, settings: TrainSettings
+) -> Path:
     """Train, note the row, keep the log."""
     slug = "".join(c if c.isalnum() else "_" for c in name.lower())
     folder = options.output / "runs" / f"{slug}_{settings.optim.epochs}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ltm.detection.settings import DetectionSettings
-from ltm.training.config import Settings
+from ltm.training.settings import TrainSettings
 
 ScaleName = Literal["paper", "small", "smoke"]
 
@@ -33,8 +33,8 @@ class Network:
     label: str
     stands_for: str
     """The paper's network whose numbers stand beside."""
-    scratch: Settings
-    tune: Settings
+    scratch: TrainSettings
+    tune: TrainSettings
     pretrained: bool = False
     """The untouched network is a published one and is not trained here."""
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -94,7 +94,7 @@ class Scale:
     heatmap: Network
     lora: Network
     transfer: Network
-    transfer_tune: Settings
+    transfer_tune: TrainSettings
     """How all of a network is trained on other classes."""
     races: tuple[Network, ...]
     batch_sizes: tuple[int, ...]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ltm.detection.settings import RECIPES
-from ltm.training.config import OptimSettings, Settings, TuneSettings
 from ltm.training.recipes import FINETUNE, SCRATCH
+from ltm.training.settings import OptimSettings, TrainSettings, TuneSettings
 from reproduction.paper import printed_shares
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
 
@@ -127,7 +127,7 @@ def _network(name: str, data: str) -> Network:
     )
 
 
-def _on(settings: Settings, data: str) -> Settings:
+def _on(settings: TrainSettings, data: str) -> TrainSettings:
     return replace(
         settings,
         data=replace(settings.data, source=data),

@@ -15,13 +15,13 @@ from ltm.detection.settings import (
     DetectionSettings,
     detection_from_mapping,
 )
-from ltm.training.config import (
+from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
     OptimSettings,
     RunSettings,
-    Settings,
     TrainingData,
+    TrainSettings,
     TuneSettings,
 )
 from reproduction.paper import printed_shares
@@ -114,8 +114,8 @@ def _data(source: str, size: int, batch: int = 256) -> TrainingData:
     )
 
 
-def _tune(model: ModelSettings, data: TrainingData) -> Settings:
-    return Settings(
+def _tune(model: ModelSettings, data: TrainingData) -> TrainSettings:
+    return TrainSettings(
         model=model,
         merge=MergeSettings(ratio=0.7),
         data=replace(data, epoch_images=_TUNING_IMAGES),
@@ -128,8 +128,8 @@ def _tune(model: ModelSettings, data: TrainingData) -> Settings:
 
 def _scratch(
     model: ModelSettings, data: TrainingData, options: tuple[str, ...], *, lr: float = 1e-3
-) -> Settings:
-    return Settings(
+) -> TrainSettings:
+    return TrainSettings(
         model=model,
         merge=MergeSettings(ratio=0.7, warm_epochs=2, method_options=options),
         data=replace(data, batch_size=128),  # more steps: there are few images
@@ -172,7 +172,7 @@ def _vit(source: str, weights: str | None) -> Network:
         name="vit_tiny_patch16_224", weights=weights, pretrained=weights is None, drop_path=0.1
     )
     data = _data(source, 224)
-    learn = Settings(
+    learn = TrainSettings(
         model=model,
         data=data,
         augment=AugmentConfig.light(),
@@ -187,7 +187,7 @@ def _vit(source: str, weights: str | None) -> Network:
     )
 
 
-def _transfer(network: Network, source: str) -> Settings:
+def _transfer(network: Network, source: str) -> TrainSettings:
     return replace(
         network.tune,
         data=replace(network.tune.data, source=source, epoch_images=0),

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from ltm.data.config import AugmentConfig
 from ltm.detection.settings import RECIPES, DetectionSettings, detection_from_mapping
-from ltm.training.config import (
+from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
     OptimSettings,
     RunSettings,
-    Settings,
     TrainingData,
+    TrainSettings,
     TuneSettings,
 )
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
@@ -110,7 +110,7 @@ def _network(
     options: tuple[str, ...] = (),
     per_block: float | None = None,
 ) -> Network:
-    tune = Settings(
+    tune = TrainSettings(
         model=ModelSettings(name=name, model_args=arguments),
         merge=MergeSettings(ratio=0.8, per_block=per_block, statistics_images=16),
         data=TrainingData(

@@ -15,11 +15,11 @@ from ltm.api import conversion_of, is_merging
 from ltm.evaluation.accuracy import evaluate
 from ltm.evaluation.cost import num_parameters
 from ltm.training.checkpoint import Checkpoint, Checkpoints
-from ltm.training.config import Settings, to_yaml
 from ltm.training.lora import without_lora
 from ltm.training.models import build, count_parameters, spec_of
 from ltm.training.run import train
-from ltm.training.tuning import choose_trainable_
+from ltm.training.settings import TrainSettings, to_yaml
+from ltm.training.trainable import choose_trainable_
 from reproduction.jobs import Classifier
 from reproduction.place import Place, perform
 from reproduction.store import read_json, write_text
@@ -56,7 +56,7 @@ def classify(job: Classifier, place: Place) -> dict[str, Any]:
     return values | cost_values(model, settings) | accuracy_values(model, settings, place)
 
 
-def cost_values(model: nn.Module, settings: Settings) -> dict[str, Any]:
+def cost_values(model: nn.Module, settings: TrainSettings) -> dict[str, Any]:
     """Parameters and multiply-adds; those of the untouched network too, where tokens merge."""
     before = conversion_of(model).macs_before if is_merging(model) else None
     return {
@@ -66,7 +66,7 @@ def cost_values(model: nn.Module, settings: Settings) -> dict[str, Any]:
     }
 
 
-def accuracy_values(model: nn.Module, settings: Settings, place: Place) -> dict[str, Any]:
+def accuracy_values(model: nn.Module, settings: TrainSettings, place: Place) -> dict[str, Any]:
     """What a network said about the held-out images, image by image."""
     half = torch.bfloat16 if settings.run.precision == "bf16" else None
     outputs = evaluate(
@@ -89,7 +89,7 @@ def pack_bits(flags: Tensor) -> str:
     return f"{int(digits.ljust(4 * width, '0'), 2):0{width}x}"
 
 
-def train_there(settings: Settings, folder: Path, place: Place) -> nn.Module | None:
+def train_there(settings: TrainSettings, folder: Path, place: Place) -> nn.Module | None:
     """Train in a folder, going on where an interrupted run stopped; several devices by themselves.
 
     Returns the network that the run kept, where it ran here: several processes are started apart.
@@ -108,7 +108,7 @@ def train_there(settings: Settings, folder: Path, place: Place) -> nn.Module | N
 
 
 def last_network(
-    settings: Settings, run: Path, num_classes: int, kept: nn.Module | None
+    settings: TrainSettings, run: Path, num_classes: int, kept: nn.Module | None
 ) -> tuple[nn.Module, int]:
     """The network after the last epoch, and how many parameters trained.
 
@@ -136,7 +136,7 @@ def last_weights_(model: nn.Module, run: Path) -> nn.Module:
     return _at(model, last)
 
 
-def network_at(settings: Settings, run: Path, num_classes: int, epoch: int) -> nn.Module:
+def network_at(settings: TrainSettings, run: Path, num_classes: int, epoch: int) -> nn.Module:
     """The network after some epoch of its training whose checkpoint was kept."""
     folder = run / "checkpoints" / f"epoch-{epoch:04d}"
     if not folder.is_dir():
@@ -157,7 +157,7 @@ def history(run: Path) -> list[dict[str, Any]]:
     return [{name: row[name] for name in _EPOCH} for row in last.history]
 
 
-def _measured_share(run: Path, settings: Settings) -> dict[str, Any]:
+def _measured_share(run: Path, settings: TrainSettings) -> dict[str, Any]:
     """LTMP's share of the MACs: a mean over held-out images, since tokens differ per image."""
     if settings.merge.method != "ltmp":
         return {}

@@ -18,13 +18,13 @@ from ltm.data.config import DataConfig
 from ltm.data.loading import Loader, evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.methods import LTM
-from ltm.training.config import Settings
 from ltm.training.models import build, load_weights_, make_timm_model, save_plain, spec_of
+from ltm.training.settings import TrainSettings
 from reproduction.jobs import Classifier, Job, Pruned
 from reproduction.place import Place
 
 
-def placed(job: Classifier | Pruned, place: Place) -> Settings:
+def placed(job: Classifier | Pruned, place: Place) -> TrainSettings:
     """The settings of a job on this machine, starting from the network that it needs."""
     settings = job.settings
     kind: Any = place.device.type
@@ -41,7 +41,7 @@ def placed(job: Classifier | Pruned, place: Place) -> Settings:
     return settings
 
 
-def _with_layer(settings: Settings, index: int, rate: float) -> Settings:
+def _with_layer(settings: TrainSettings, index: int, rate: float) -> TrainSettings:
     """Explicit counts in which one site keeps another share of its tokens."""
     assert settings.merge.per_block is not None, "the other layers' share is per_block"
     untouched = replace(settings.model, weights=None, pretrained=False)
@@ -76,7 +76,7 @@ def layer_counts(
     return counts
 
 
-def splits_of(settings: Settings) -> Splits:
+def splits_of(settings: TrainSettings) -> Splits:
     """The images of a job. Jobs share them, so that what is kept of them is made once."""
     data = settings.data
     return _opened(
@@ -93,19 +93,19 @@ def splits_of(settings: Settings) -> Splits:
 _opened = lru_cache(maxsize=4)(open_splits)
 
 
-def evaluation_images(settings: Settings) -> LabelledImages:
+def evaluation_images(settings: TrainSettings) -> LabelledImages:
     """The held-out images of a job."""
     return splits_of(settings).val
 
 
-def held_out(settings: Settings, model: nn.Module, place: Place) -> Loader:
+def held_out(settings: TrainSettings, model: nn.Module, place: Place) -> Loader:
     """Batches of the held-out images, in order."""
     spec = spec_of(settings, model)
     data = replace(settings.data, workers=place.workers)
     return evaluation_loader(evaluation_images(settings), spec, data, device=place.device)
 
 
-def some_images(settings: Settings, model: nn.Module, number: int) -> torch.Tensor:
+def some_images(settings: TrainSettings, model: nn.Module, number: int) -> torch.Tensor:
     """A few held-out images, spread over all, repeated where there are fewer."""
     images: Any = evaluation_images(settings)
     few = images.take(number) if hasattr(images, "take") else images
@@ -139,7 +139,7 @@ def saved_network(job: Job, place: Place) -> nn.Module:
     return model.to(place.device).eval()
 
 
-def fresh_network(settings: Settings, num_classes: int) -> nn.Module:
+def fresh_network(settings: TrainSettings, num_classes: int) -> nn.Module:
     """The network that training starts from, converted."""
     torch.manual_seed(settings.run.seed)
     return build(settings, num_classes).model

@@ -7,8 +7,8 @@ import pytest
 
 from ltm.cli import main
 from ltm.cli.train import starting_point
-from ltm.training.config import read_settings
 from ltm.training.recipes import FINETUNE, SCRATCH
+from ltm.training.settings import read_settings
 
 VIT = ("img_size=32", "patch_size=8", "embed_dim=16", "depth=3", "num_heads=2")
 TINY = [

@@ -22,8 +22,8 @@ from ltm.detection.settings import (
 )
 from ltm.detection.training import DetectionTrainer, detector_config, open_splits
 from ltm.methods import LTM
-from ltm.training.faults import NonFiniteLossError
-from ltm.training.processes import make_fabric
+from ltm.training.fabric import make_fabric
+from ltm.training.non_finite import NonFiniteLossError
 
 pytestmark = pytest.mark.slow
 

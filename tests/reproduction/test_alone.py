@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ltm.training.config import to_yaml
+from ltm.training.settings import to_yaml
 from reproduction.alone import main
 from reproduction.place import Place
 from reproduction.requests import base

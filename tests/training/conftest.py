@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ltm.training.config import Settings, from_mapping
+from ltm.training.settings import TrainSettings, from_mapping
 
 VIT = ["img_size=32", "patch_size=8", "embed_dim=16", "depth=3", "num_heads=2"]
 MERGING = ["support=learned", "sites=[1,2]", "counts=[12,9]"]
@@ -41,7 +41,7 @@ def tiny_values(**groups: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def tiny() -> Callable[..., Settings]:
+def tiny() -> Callable[..., TrainSettings]:
     """Make the settings of a tiny run."""
     return lambda **groups: from_mapping(tiny_values(**groups))
 

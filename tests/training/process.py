@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ltm.training.config import read_settings
-from ltm.training.loop import Trainer
 from ltm.training.run import train
+from ltm.training.settings import read_settings
+from ltm.training.trainer import Trainer
 
 
 def die_at(epoch: int, step: int) -> None:

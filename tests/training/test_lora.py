@@ -12,9 +12,9 @@ from torch import nn
 import ltm
 from ltm.api import merging_off
 from ltm.training import lora
-from ltm.training.config import TuneSettings
 from ltm.training.lora import add_lora_, has_lora, is_lora, merge_lora_, without_lora
-from ltm.training.tuning import choose_trainable_
+from ltm.training.settings import TuneSettings
+from ltm.training.trainable import choose_trainable_
 
 pytest.importorskip("peft")
 

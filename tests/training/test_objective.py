@@ -15,8 +15,8 @@ from ltm.core.clustering import class_membership
 from ltm.core.statistics import ClassStatistics
 from ltm.data.batches import Batch
 from ltm.methods.ltm.step import LTMMerger
-from ltm.training.config import ObjectiveSettings
 from ltm.training.objective import Objective, mean_bound
+from ltm.training.settings import ObjectiveSettings
 from ltm.training.statistics import (
     refresh_statistics_,
     start_statistics_,

@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 
 from ltm.training.checkpoint import Checkpoint, Checkpoints
-from ltm.training.config import RunSettings, Settings
-from ltm.training.processes import make_fabric
+from ltm.training.fabric import make_fabric
 from ltm.training.run import train
+from ltm.training.settings import RunSettings, TrainSettings
 
 PROCESS = str(Path(__file__).with_name("process.py"))
 
-Tiny = Callable[..., Settings]
+Tiny = Callable[..., TrainSettings]
 TinyFile = Callable[..., Path]
 
 
@@ -36,7 +36,7 @@ def test_a_run_takes_the_gpu_that_is_named(
 ) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("ltm.training.processes.Fabric", lambda **known: asked.update(known))
+    monkeypatch.setattr("ltm.training.fabric.Fabric", lambda **known: asked.update(known))
     make_fabric(RunSettings(device=name))
     assert (asked["accelerator"], asked["devices"]) == ("cuda", devices)
 

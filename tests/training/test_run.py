@@ -20,17 +20,17 @@ from ltm.data.classification import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning
-from ltm.training.config import Settings, read_settings
-from ltm.training.faults import NonFiniteLossError, find_non_finite
-from ltm.training.loop import Trainer
 from ltm.training.models import build_model, load_weights_, save_plain
+from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.recipes import FINETUNE, SCRATCH
 from ltm.training.run import train
+from ltm.training.settings import TrainSettings, read_settings
+from ltm.training.trainer import Trainer
 
-Tiny = Callable[..., Settings]
+Tiny = Callable[..., TrainSettings]
 
 
-def top1(model: nn.Module, settings: Settings) -> float:
+def top1(model: nn.Module, settings: TrainSettings) -> float:
     val = open_splits(settings.data).val
     loader = evaluation_loader(val, image_spec(settings.data, model), settings.data)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_a_run_leaves_all_that_it_promises(tiny: Tiny, tmp_path: Path, quiet: Co
     assert json.loads((folder / "model" / "config.json").read_text())["token_merging"]
 
 
-def _host(settings: Settings) -> nn.Module:
+def _host(settings: TrainSettings) -> nn.Module:
     from ltm.training.models import make_timm_model
 
     return make_timm_model(settings, 3)
@@ -238,7 +238,7 @@ def test_averaged_weights_share_their_running_statistics_too(
 ) -> None:
     shared: list[nn.Module] = []
     monkeypatch.setattr(
-        "ltm.training.loop.average_running_statistics_", lambda model, _: shared.append(model)
+        "ltm.training.trainer.average_running_statistics_", lambda model, _: shared.append(model)
     )
     settings = tiny(optim={"epochs": 1, "ema": 0.9}, merge={"method": "none", "method_options": []})
     kept = train(settings, tmp_path, console=quiet).model

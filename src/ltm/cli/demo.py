@@ -106,19 +106,19 @@ def trained_network(data: str, epochs: int, seed: int, folder: Path) -> nn.Modul
 
     from ltm.cli.models import load_model
     from ltm.data.config import AugmentConfig
-    from ltm.training.config import (
+    from ltm.training.run import train
+    from ltm.training.settings import (
         MergeSettings,
         ModelSettings,
         OptimSettings,
         RunSettings,
-        Settings,
         TrainingData,
+        TrainSettings,
         to_yaml,
     )
-    from ltm.training.run import train
 
     words = tuple(f"{name}={value}" for name, value in NETWORK_ARGS.items())
-    settings = Settings(
+    settings = TrainSettings(
         model=ModelSettings(name=NETWORK, model_args=words),
         merge=MergeSettings(method="none"),
         data=TrainingData(source=data, batch_size=64, workers=0),

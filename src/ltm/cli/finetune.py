@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 import tyro
 
 from ltm.cli.train import starting_point, with_defaults
-from ltm.training.config import Settings
 from ltm.training.recipes import FINETUNE
+from ltm.training.settings import TrainSettings
 
 
 def finetune(
-    settings: Annotated[Settings, tyro.conf.arg(name="")],
+    settings: Annotated[TrainSettings, tyro.conf.arg(name="")],
     *,
     recipe: str | None = None,
     config: Path | None = None,

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ltm.training.config import Settings, read_settings
 from ltm.training.recipes import SCRATCH, SMALLEST, find_recipe, recipe_of
+from ltm.training.settings import TrainSettings, read_settings
 
 
 def train(
-    settings: Annotated[Settings, tyro.conf.arg(name="")],
+    settings: Annotated[TrainSettings, tyro.conf.arg(name="")],
     *,
     recipe: str | None = None,
     config: Path | None = None,
@@ -55,7 +55,7 @@ def prepare(options: Sequence[str]) -> Callable[..., None]:
     return with_defaults(train, starting_point(options, SCRATCH))
 
 
-def starting_point(options: Sequence[str], recipes: dict[str, Settings]) -> Settings:
+def starting_point(options: Sequence[str], recipes: dict[str, TrainSettings]) -> TrainSettings:
     """The settings before options: those of the recipe, changed by the file.
 
     A model without a recipe is looked up among them. What a recipe says for its own model or
@@ -79,11 +79,11 @@ def starting_point(options: Sequence[str], recipes: dict[str, Settings]) -> Sett
     return settings
 
 
-def with_defaults(command: Callable[..., None], settings: Settings) -> Callable[..., None]:
+def with_defaults(command: Callable[..., None], settings: TrainSettings) -> Callable[..., None]:
     """A copy of a command whose settings have these defaults."""
 
     def prepared(
-        settings: Annotated[Settings, tyro.conf.arg(name="")] = settings,
+        settings: Annotated[TrainSettings, tyro.conf.arg(name="")] = settings,
         *,
         recipe: str | None = None,
         config: Path | None = None,

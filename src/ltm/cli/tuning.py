@@ -45,20 +45,20 @@ def tune_mergers_(
     from ltm.api import conversion_of
     from ltm.data.classification import Splits, open_dataset
     from ltm.data.config import AugmentConfig
-    from ltm.training.config import (
+    from ltm.training.run import train
+    from ltm.training.settings import (
         MergeSettings,
         OptimSettings,
         RunSettings,
-        Settings,
         TrainingData,
+        TrainSettings,
         TuneSettings,
     )
-    from ltm.training.run import train
 
     config = conversion_of(model).config
     method: Any = config.name
     device = str(next(model.parameters()).device)
-    settings = Settings(
+    settings = TrainSettings(
         merge=MergeSettings(method=method, ratio=config.ratio),
         data=TrainingData(source=data, batch_size=batch_size, workers=workers),
         augment=AugmentConfig.light(),

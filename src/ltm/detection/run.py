@@ -11,8 +11,8 @@ from rich.console import Console
 
 from ltm.api import report
 from ltm.detection.cost import detector_cost
-from ltm.detection.log import DetectionLog
 from ltm.detection.pyramid import merging_network
+from ltm.detection.rows import DetectionLog
 from ltm.detection.saving import Detector, DetectorConfig, save_detector
 from ltm.detection.score import require_evaluator, write_results
 from ltm.detection.settings import (
@@ -22,8 +22,8 @@ from ltm.detection.settings import (
 )
 from ltm.detection.training import DetectionSplits, DetectionTrainer, detector_config, open_splits
 from ltm.training.checkpoint import Checkpoints
-from ltm.training.logs import write_json
-from ltm.training.processes import first_alone, make_fabric, placed
+from ltm.training.fabric import first_alone, make_fabric, placed
+from ltm.training.log import write_json
 from ltm.training.run import Resume, check_output, differences, explained
 from ltm.training.state import restore_, save_state
 

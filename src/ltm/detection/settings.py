@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
-from ltm.training.config import Flat, OptimSettings, RunSettings, require_at_least
+from ltm.training.settings import Flat, OptimSettings, RunSettings, require_at_least
 from ltm.training.values import choices, named_values, plain, typed
 
 Task = Literal["ssdlite", "mask_rcnn"]

@@ -21,21 +21,21 @@ from ltm.data.loading import Loader, build_loader
 from ltm.data.sampling import make_key
 from ltm.data.shapes import ShapesDetection
 from ltm.detection.data import CocoDetection, collate_detection, open_detection
-from ltm.detection.log import DetectionRow, score_columns
 from ltm.detection.mask_rcnn import MaskRCNNConfig
 from ltm.detection.pyramid import merging_network
+from ltm.detection.rows import DetectionRow, score_columns
 from ltm.detection.saving import Detector, DetectorConfig
 from ltm.detection.score import DetectionScores, Result, detect, evaluate_detections
 from ltm.detection.settings import DetectionSettings
 from ltm.detection.ssdlite import SSDLiteConfig
 from ltm.detection.transforms import detection_transforms
-from ltm.training.faults import NonFiniteLossError
+from ltm.training.fabric import Fabric, average_running_statistics_, total_over_processes
 from ltm.training.models import method_config
+from ltm.training.non_finite import NonFiniteLossError
 from ltm.training.optimisation import AveragedWeights, LearningRate, effective_lr, make_optimizer
-from ltm.training.processes import Fabric, average_running_statistics_, total_over_processes
 from ltm.training.progress import bar
 from ltm.training.totals import Clock
-from ltm.training.tuning import annealed_noise, set_noise_
+from ltm.training.trainable import annealed_noise, set_noise_
 
 CHECK_EVERY = 20
 """Steps between looks at the loss, which make the processor wait for a GPU."""

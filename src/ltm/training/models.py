@@ -21,7 +21,7 @@ from ltm.api.deployment import (
 )
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.methods import MethodConfig, config_from_dict
-from ltm.training.config import MergeSettings, ModelSettings, Settings
+from ltm.training.settings import MergeSettings, ModelSettings, TrainSettings
 from ltm.training.values import choices, named_values
 
 
@@ -32,7 +32,7 @@ class Built(NamedTuple):
     new_head: frozenset[str] = frozenset()
 
 
-def build_model(settings: Settings, num_classes: int) -> nn.Module:
+def build_model(settings: TrainSettings, num_classes: int) -> nn.Module:
     """Make the network of a run, converted where a method asks for it.
 
     The seed must be set before: initial weights are drawn here.
@@ -40,7 +40,7 @@ def build_model(settings: Settings, num_classes: int) -> nn.Module:
     return build(settings, num_classes).model
 
 
-def build(settings: Settings, num_classes: int) -> Built:
+def build(settings: TrainSettings, num_classes: int) -> Built:
     """Make the network of a run, and say whether its head is new."""
     check_num_classes(settings.model, settings.data.source, num_classes)
     method = method_config(settings.merge)
@@ -57,13 +57,13 @@ def build(settings: Settings, num_classes: int) -> Built:
     return Built(model, head_parameters(model) if new else frozenset())
 
 
-def convert_(model: nn.Module, settings: Settings, method: MethodConfig | None) -> None:
+def convert_(model: nn.Module, settings: TrainSettings, method: MethodConfig | None) -> None:
     """Make the network merge tokens at the size of its images, unless it does already."""
     if method is not None and not is_merging(model):
         merge_tokens_(model, method, image_spec(settings.data, model).size)
 
 
-def spec_of(settings: Settings, model: nn.Module) -> ImageSpec:
+def spec_of(settings: TrainSettings, model: nn.Module) -> ImageSpec:
     """What images a network gets: of the size that its tokens were planned for."""
     spec = image_spec(settings.data, model)
     return replace(spec, size=conversion_of(model).image_size) if is_merging(model) else spec
@@ -90,7 +90,7 @@ def method_config(settings: MergeSettings) -> MethodConfig | None:
     return config_from_dict({"method": settings.method, **options})
 
 
-def make_timm_model(settings: Settings, num_classes: int) -> nn.Module:
+def make_timm_model(settings: TrainSettings, num_classes: int) -> nn.Module:
     """Make a timm model by name; its input size follows the data's where the model has one."""
     name = settings.model.name
     if not timm.is_model(name):
@@ -186,7 +186,7 @@ def _merging_folder(weights: str | None) -> Path | None:
 
 
 def _continue_from(
-    folder: Path, settings: Settings, method: MethodConfig | None, num_classes: int
+    folder: Path, settings: TrainSettings, method: MethodConfig | None, num_classes: int
 ) -> Built:
     """Load a token-merging model, its ratio and classes changed where they differ."""
     model = load(folder, _host_of(folder, settings))
@@ -220,7 +220,7 @@ def _continue_from(
     return Built(model, head_parameters(model))
 
 
-def _host_of(folder: Path, settings: Settings) -> nn.Module | None:
+def _host_of(folder: Path, settings: TrainSettings) -> nn.Module | None:
     """The untouched network of a saved one; None where it was made without arguments."""
     saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     name = settings.model.name.partition(".")[0]

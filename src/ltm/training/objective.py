@@ -20,7 +20,7 @@ from ltm.methods.base import token_size
 from ltm.methods.ltm.step import LTMMerger
 from ltm.methods.ltmp import LTMP
 from ltm.training.budget import MacShare, expected_share, mac_share
-from ltm.training.config import ObjectiveSettings
+from ltm.training.settings import ObjectiveSettings
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ltm.api import is_merging, mergers
-from ltm.training.config import OptimSettings
-from ltm.training.tuning import in_merger
+from ltm.training.settings import OptimSettings
+from ltm.training.trainable import in_merger
 from ltm.training.values import choices
 
 

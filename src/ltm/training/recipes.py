@@ -7,13 +7,13 @@ are those recipes. Learning rates scale with the batch. Choose by name, change w
 from dataclasses import replace
 
 from ltm.data.config import AugmentConfig
-from ltm.training.config import (
+from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
     OptimSettings,
     RunSettings,
-    Settings,
     TrainingData,
+    TrainSettings,
     TuneSettings,
 )
 from ltm.training.values import choices
@@ -50,11 +50,11 @@ _DROP_PATH = {"vit_small": 0.1, "vit_base": 0.1, "swin_tiny": 0.2, "swin_base": 
 _CROPS_ONLY = AugmentConfig.light()
 
 
-def _scratch(backbone: str) -> Settings:
+def _scratch(backbone: str) -> TrainSettings:
     family = backbone.partition("_")[0]
     # From scratch the paper learns which neighbours merge; grid networks do so anyway.
     options = ("support=learned",) if family == "vit" else ()
-    return Settings(
+    return TrainSettings(
         model=ModelSettings(name=BACKBONES[backbone], drop_path=_DROP_PATH.get(backbone, 0.0)),
         merge=MergeSettings(method_options=options, warm_epochs=20),
         data=_DATA,
@@ -64,8 +64,8 @@ def _scratch(backbone: str) -> Settings:
     )
 
 
-def _finetune(backbone: str) -> Settings:
-    return Settings(
+def _finetune(backbone: str) -> TrainSettings:
+    return TrainSettings(
         model=ModelSettings(name=BACKBONES[backbone], pretrained=True),
         data=_DATA,
         augment=_CROPS_ONLY,
@@ -96,10 +96,10 @@ _SMALL = {
 }
 
 
-def _small(family: str) -> Settings:
+def _small(family: str) -> TrainSettings:
     """A network that learns generated shapes on a CPU in about a minute."""
     name, arguments = _SMALL[family]
-    return Settings(
+    return TrainSettings(
         model=ModelSettings(name=name, model_args=arguments),
         merge=MergeSettings(
             method_options=("support=matching",) if family == "swin" else (),
@@ -116,7 +116,7 @@ def _small(family: str) -> Settings:
     )
 
 
-def _small_finetune(family: str) -> Settings:
+def _small_finetune(family: str) -> TrainSettings:
     return replace(
         _small(family),
         merge=MergeSettings(),
@@ -134,7 +134,7 @@ SMALLEST = "shapes_vit"
 SCRATCH = {
     **{name: _scratch(name) for name in BACKBONES},
     **{f"shapes_{family}": _small(family) for family in _SMALL},
-    GENERAL: Settings(
+    GENERAL: TrainSettings(
         merge=MergeSettings(warm_epochs=5), optim=replace(_DEIT, epochs=100, clip=1.0)
     ),
 }
@@ -143,7 +143,7 @@ SCRATCH = {
 FINETUNE = {
     **{name: _finetune(name) for name in BACKBONES},
     **{f"shapes_{family}": _small_finetune(family) for family in _SMALL},
-    GENERAL: Settings(
+    GENERAL: TrainSettings(
         augment=_CROPS_ONLY,
         optim=_TUNING,
         tune=TuneSettings(trainable="mergers"),
@@ -160,7 +160,7 @@ def recipe_of(model: str) -> str:
     return GENERAL
 
 
-def find_recipe(name: str, recipes: dict[str, Settings]) -> Settings:
+def find_recipe(name: str, recipes: dict[str, TrainSettings]) -> TrainSettings:
     """A recipe by name; a ValueError that suggests others where there is none."""
     if name not in recipes:
         raise ValueError(f"no recipe is named {name}: {choices(name, recipes)}")

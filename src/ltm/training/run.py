@@ -18,9 +18,8 @@ from ltm.data.classification import LabelledImages, Splits, open_splits
 from ltm.data.loading import Loader, evaluation_loader, training_loader
 from ltm.training.budget import measure_share, set_thresholds_
 from ltm.training.checkpoint import Checkpoint, Checkpoints
-from ltm.training.config import Settings, read_settings, to_yaml
-from ltm.training.logs import RunLog, plain_console, write_json
-from ltm.training.loop import Loaders, Trainer
+from ltm.training.fabric import Fabric, first_alone, make_fabric, placed
+from ltm.training.log import RunLog, plain_console, write_json
 from ltm.training.lora import without_lora
 from ltm.training.models import (
     Built,
@@ -32,10 +31,11 @@ from ltm.training.models import (
     save_plain,
     spec_of,
 )
-from ltm.training.processes import Fabric, first_alone, make_fabric, placed
+from ltm.training.settings import TrainSettings, read_settings, to_yaml
 from ltm.training.state import restore_, save_state
 from ltm.training.statistics import FirstBatches
-from ltm.training.tuning import choose_trainable_
+from ltm.training.trainable import choose_trainable_
+from ltm.training.trainer import Loaders, Trainer
 from ltm.training.validation import evaluate
 from ltm.training.values import plain
 
@@ -60,7 +60,7 @@ class TrainingResult:
 
 
 def train(
-    settings: Settings,
+    settings: TrainSettings,
     output: str | Path,
     *,
     resume: Resume = "never",
@@ -135,7 +135,7 @@ def check_output(output: Path, checkpoints: Checkpoints, resume: Resume, overwri
 
 
 def _open_output(
-    output: Path, settings: Settings, checkpoints: Checkpoints, resume: Resume
+    output: Path, settings: TrainSettings, checkpoints: Checkpoints, resume: Resume
 ) -> None:
     """Make the folder of a run, or check that a run there can go on with these settings."""
     output.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def _open_output(
     config.write_text(to_yaml(settings), encoding="utf-8")
 
 
-def differences(before: Settings, after: Settings) -> list[str]:
+def differences(before: TrainSettings, after: TrainSettings) -> list[str]:
     """Settings that differ, but for those that a resumed run may change."""
     old, new = dict(_flat(plain(before))), dict(_flat(plain(after)))
     return [
@@ -169,7 +169,7 @@ def _flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
-def _loaders(fabric: Fabric, settings: Settings, model: nn.Module, splits: Splits) -> Loaders:
+def _loaders(fabric: Fabric, settings: TrainSettings, model: nn.Module, splits: Splits) -> Loaders:
     spec = spec_of(settings, model)
     place: dict[str, Any] = {
         "device": fabric.device,
@@ -193,7 +193,7 @@ def _loaders(fabric: Fabric, settings: Settings, model: nn.Module, splits: Split
     return Loaders(train=train, val=val, clean=clean, num_classes=splits.train.num_classes)
 
 
-def _describe(console: Console, settings: Settings, model: nn.Module) -> None:
+def _describe(console: Console, settings: TrainSettings, model: nn.Module) -> None:
     trained, total = count_parameters(model)
     console.print(
         f"{settings.model.name}: {trained:,} of {total:,} parameters train"

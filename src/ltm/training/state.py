@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ltm.training.checkpoint import Checkpoint, Checkpoints
-from ltm.training.loop import Trainer
-from ltm.training.processes import first_alone
+from ltm.training.fabric import first_alone
+from ltm.training.trainer import Trainer
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

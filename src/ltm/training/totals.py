@@ -7,8 +7,8 @@ import time
 import torch
 from torch import Tensor
 
+from ltm.training.fabric import Fabric, total_over_processes
 from ltm.training.objective import Losses
-from ltm.training.processes import Fabric, total_over_processes
 
 
 class Totals:

@@ -16,7 +16,7 @@ from ltm.core.clustering import image_features
 from ltm.core.cost import evaluating
 from ltm.data.batches import Batch
 from ltm.methods.base import token_size
-from ltm.training.processes import Fabric, in_step, total_over_processes
+from ltm.training.fabric import Fabric, in_step, total_over_processes
 
 BOTTLENECK_IMAGES = 2000
 """Images, of the first process, on which the bottleneck is measured while training."""

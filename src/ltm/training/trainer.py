@@ -23,9 +23,9 @@ from ltm.data.loading import Loader
 from ltm.data.sampling import make_key
 from ltm.data.transforms import BatchMixup
 from ltm.methods.base import Site
-from ltm.training.config import Settings
-from ltm.training.faults import NonFiniteLossError, find_non_finite
-from ltm.training.logs import EpochRow, bottleneck_text
+from ltm.training.fabric import Fabric, average_running_statistics_, total_over_processes
+from ltm.training.log import EpochRow, bottleneck_text
+from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.objective import Losses, Objective
 from ltm.training.optimisation import (
     AveragedWeights,
@@ -33,8 +33,8 @@ from ltm.training.optimisation import (
     effective_lr,
     make_optimizer,
 )
-from ltm.training.processes import Fabric, average_running_statistics_, total_over_processes
 from ltm.training.progress import Bar, bar
+from ltm.training.settings import TrainSettings
 from ltm.training.statistics import (
     forget_sums_,
     needs_statistics,
@@ -44,7 +44,7 @@ from ltm.training.statistics import (
     take_statistics_,
 )
 from ltm.training.totals import Clock, Totals
-from ltm.training.tuning import annealed_noise, set_noise_, train_mode_
+from ltm.training.trainable import annealed_noise, set_noise_, train_mode_
 from ltm.training.validation import Evaluation, evaluate
 
 SHOW_EVERY = 20
@@ -67,7 +67,7 @@ class Trainer:
     def __init__(
         self,
         fabric: Fabric,
-        settings: Settings,
+        settings: TrainSettings,
         model: nn.Module,
         loaders: Loaders,
         console: Console,

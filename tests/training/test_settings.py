@@ -10,8 +10,8 @@ import pytest
 import tyro
 import yaml
 
-from ltm.training.config import Settings, from_mapping, read_settings, to_yaml
 from ltm.training.recipes import BACKBONES, FINETUNE, SCRATCH, find_recipe, recipe_of
+from ltm.training.settings import TrainSettings, from_mapping, read_settings, to_yaml
 from ltm.training.values import named_values
 
 RECIPES = {f"train {k}": v for k, v in SCRATCH.items()} | {
@@ -49,7 +49,7 @@ def test_every_backbone_of_the_paper_has_both_recipes() -> None:
 def test_command_line_and_yaml_say_the_same() -> None:
     args = "--model swin_tiny --data shapes --epochs 7 --lr 2e-3 --augment.mixup 0.1 --ratio 0.6"
     args += " --method-options support=learned beta=5 --unfreeze head.* --pretrained"
-    parsed = tyro.cli(Settings, args=args.split())
+    parsed = tyro.cli(TrainSettings, args=args.split())
     text = """
     model: {name: swin_tiny, pretrained: true}
     merge: {ratio: 0.6, method_options: [support=learned, beta=5]}
@@ -106,7 +106,7 @@ def test_settings_are_light_to_import() -> None:
     assert done.returncode == 0
 
 
-def test_the_most_exact_budget_goes_first(tiny: Callable[..., Settings]) -> None:
+def test_the_most_exact_budget_goes_first(tiny: Callable[..., TrainSettings]) -> None:
     from ltm.training.models import method_config
 
     def budget(**merge: Any) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ def test_the_most_exact_budget_goes_first(tiny: Callable[..., Settings]) -> None
     assert method_config(tiny(merge={"method": "none"}).merge) is None
 
 
-def test_clean_labels_decide_where_statistics_come_from(tiny: Callable[..., Settings]) -> None:
+def test_clean_labels_decide_where_statistics_come_from(tiny: Callable[..., TrainSettings]) -> None:
     assert tiny().statistics_from_epoch
     assert not tiny(augment={"mixup": 0.8}).statistics_from_epoch
     assert tiny(augment={"mixup": 0.8}, merge={"statistics": "epoch"}).statistics_from_epoch

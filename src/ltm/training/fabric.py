@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ltm.adapters.base import MergingMixin
-from ltm.training.config import RunSettings
+from ltm.training.settings import RunSettings
 
 if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.fabric import Fabric

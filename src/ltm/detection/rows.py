@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from ltm.detection.score import DetectionScores
-from ltm.training.logs import duration
+from ltm.training.log import duration
 
 
 @dataclass(frozen=True, kw_only=True)

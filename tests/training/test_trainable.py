@@ -9,14 +9,14 @@ from torch import nn
 
 import ltm
 from ltm.api import mergers
-from ltm.training.config import OptimSettings, TuneSettings
 from ltm.training.optimisation import (
     AveragedWeights,
     LearningRate,
     effective_lr,
     make_optimizer,
 )
-from ltm.training.tuning import (
+from ltm.training.settings import OptimSettings, TuneSettings
+from ltm.training.trainable import (
     annealed_noise,
     choose_trainable_,
     chosen_parameters,

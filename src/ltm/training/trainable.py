@@ -8,8 +8,8 @@ from torch import nn
 
 from ltm.api import is_merging, mergers
 from ltm.methods.ltm.learned import LearnedMerger
-from ltm.training.config import TuneSettings
 from ltm.training.lora import add_lora_, is_lora
+from ltm.training.settings import TuneSettings
 from ltm.training.values import choices
 
 _NORMS = (

@@ -161,7 +161,7 @@ Flat = tyro.conf.OmitArgPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """All settings of a run."""
 
     model: Annotated[ModelSettings, Flat] = field(default_factory=ModelSettings)
@@ -229,17 +229,17 @@ def require_at_least(name: str, value: float, least: float) -> None:
         raise ValueError(f"{name} is {value}, but must be at least {least}")
 
 
-def to_yaml(settings: Settings) -> str:
+def to_yaml(settings: TrainSettings) -> str:
     """Write settings as YAML, all of them."""
     return yaml.safe_dump(plain(settings), sort_keys=False, width=100)
 
 
-def from_mapping(values: Mapping[str, Any], base: Settings | None = None) -> Settings:
+def from_mapping(values: Mapping[str, Any], base: TrainSettings | None = None) -> TrainSettings:
     """Settings with some values changed; a name or a type that does not fit is a ValueError."""
-    return typed(values, Settings, base if base is not None else Settings())
+    return typed(values, TrainSettings, base if base is not None else TrainSettings())
 
 
-def read_settings(path: str | Path, base: Settings | None = None) -> Settings:
+def read_settings(path: str | Path, base: TrainSettings | None = None) -> TrainSettings:
     """Read a YAML file of settings; what it does not say is as in `base`."""
     path = Path(path)
     try:
