@@ -252,7 +252,7 @@ def test_resizing_that_fails_changes_nothing(name):
     ltm.collect_statistics_(model, [images])
     done, kinds = model.token_merging, [type(m) for m in model.modules()]
     weights, expected = dict(model.named_parameters()), model(images)
-    wrong = [({"img_sise": 96}, TypeError), ({"img_size": 8}, (ValueError, RuntimeError))]
+    wrong = [({"img_sise": 96}, TypeError), ({"img_size": 2}, (ValueError, RuntimeError))]
     for arguments, error in [*wrong, ({"img_size": "large"}, Exception)]:
         with pytest.raises(error):
             model.set_input_size(**arguments)
