@@ -11,7 +11,7 @@ test quick coverage: export OMP_NUM_THREADS ?= 1
 # In order of name: by number of tests, the files with few but long ones would come last, and wait for one another.
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick check lint coverage clean
+.PHONY: demo test quick tables check lint coverage clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -22,6 +22,10 @@ test: $(INSTALLED)
 
 quick: $(INSTALLED)
 	$(PYTEST) -m "not slow"
+
+# All tables and figures of the paper on tiny networks: that everything runs, not what it finds.
+tables: $(INSTALLED)
+	$(BIN)/python -m reproduction all --scale smoke --output runs/tables-smoke
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

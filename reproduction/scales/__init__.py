@@ -4,11 +4,12 @@ import dataclasses
 import json
 from pathlib import Path, PurePath
 
+from ltm.files import write_text
+from reproduction.rows import Store
 from reproduction.scales.base import Scale, ScaleName, Sources
 from reproduction.scales.paper import paper_scale
 from reproduction.scales.small import small_scale
 from reproduction.scales.smoke import smoke_scale
-from reproduction.store import Store, read_json, write_text
 
 SCALES = {"paper": paper_scale, "small": small_scale, "smoke": smoke_scale}
 
@@ -24,7 +25,7 @@ def remembered(store: Store, scale: ScaleName, given: Sources, *, runs: bool) ->
     A call that runs leaves the names, never the folders, of its data beside the rows.
     """
     path = store.output / "sources.json"
-    known = read_json(path) or {}
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if runs:
         names = {k: v and _name(v) for k, v in dataclasses.asdict(given).items()}
         if known.get(scale) != names:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ltm.detection.settings import RECIPES
 from ltm.training.recipes import FINETUNE, SCRATCH
 from ltm.training.settings import OptimSettings, TrainSettings, TuneSettings
-from reproduction.paper import printed_shares
+from reproduction.paper_numbers import printed_shares
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
 
 _LABELS = {

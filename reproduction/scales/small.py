@@ -24,7 +24,7 @@ from ltm.training.settings import (
     TrainSettings,
     TuneSettings,
 )
-from reproduction.paper import printed_shares
+from reproduction.paper_numbers import printed_shares
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
 
 EPOCHS = 10

@@ -1,12 +1,12 @@
 """All declared experiments by name."""
 
 from ltm.training.values import choices
-from reproduction.table import Experiment
-from reproduction.tables import bottlenecks, classification, detectors, extras
+from reproduction.tables import bottlenecks, classification, detection, supplement
+from reproduction.tables.base import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for module in (classification, detectors, bottlenecks, extras)
+    for module in (classification, detection, bottlenecks, supplement)
     for experiment in module.EXPERIMENTS
 }
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reproduction.jobs import Classifier
-from reproduction.requests import (
-    base_from_scratch,
-    bottleneck,
-    label,
-    paper_label,
-    scratch_jobs,
-    tuned,
-)
 from reproduction.scales.base import Network, Scale
-from reproduction.table import Better, Cell, Claim, Column, Experiment, Picture, Row, Table
-from reproduction.tables.classification import tuned_jobs, untrained_jobs
-from reproduction.tables.declaring import (
+from reproduction.tables.base import (
     GMACS,
+    Better,
+    Cell,
+    Claim,
+    Column,
+    Experiment,
+    Picture,
+    Row,
+    Table,
     cell,
     claim,
     epoch_notes,
@@ -25,6 +23,15 @@ from reproduction.tables.declaring import (
     number_of_epochs,
     row,
     top1,
+)
+from reproduction.tables.classification import tuned_jobs, untrained_jobs
+from reproduction.tables.shared_jobs import (
+    base_from_scratch,
+    bottleneck,
+    label,
+    paper_label,
+    scratch_jobs,
+    tuned,
 )
 
 _INFORMATION = {"IB bound": "ib_bound", "IB loss": "ib_loss"}

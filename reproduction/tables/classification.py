@@ -5,7 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reproduction.jobs import Classifier, Pruned, Race
-from reproduction.requests import (
+from reproduction.scales.base import Network, Scale
+from reproduction.tables.base import (
+    GMACS,
+    PARAMETERS,
+    Cell,
+    Claim,
+    Column,
+    Experiment,
+    Picture,
+    Row,
+    Table,
+    cell,
+    claim,
+    epoch_notes,
+    number_of_epochs,
+    row,
+    top1,
+)
+from reproduction.tables.shared_jobs import (
     NAMES,
     base,
     converted,
@@ -17,18 +35,6 @@ from reproduction.requests import (
     seeds_of,
     tuned,
     with_seed,
-)
-from reproduction.scales.base import Network, Scale
-from reproduction.table import Cell, Claim, Column, Experiment, Picture, Row, Table
-from reproduction.tables.declaring import (
-    GMACS,
-    PARAMETERS,
-    cell,
-    claim,
-    epoch_notes,
-    number_of_epochs,
-    row,
-    top1,
 )
 
 UNTRAINED = ("none", "tome", "tofu")

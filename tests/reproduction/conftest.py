@@ -9,8 +9,8 @@ import pytest
 from filelock import FileLock
 from rich.console import Console
 
-from reproduction.place import Place
-from reproduction.store import Store
+from reproduction.rows import Store
+from reproduction.running.context import Context
 
 COMMAND = "import sys; from ltm.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -45,10 +45,10 @@ def smoke(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """A place for jobs that cost nothing."""
+def context(tmp_path: Path) -> Context:
+    """A context for jobs that cost nothing."""
     import torch
 
-    return Place(
+    return Context(
         store=Store(tmp_path / "output"), device=torch.device("cpu"), console=Console(quiet=True)
     )

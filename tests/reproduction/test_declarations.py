@@ -10,20 +10,19 @@ from torch import nn
 
 from ltm.cli import main
 from ltm.detection.settings import DetectionSettings
-from reproduction.beside import beside, judge, write_section
+from reproduction.comparison import beside, judge, write_section
+from reproduction.estimates import Reader, estimate
 from reproduction.jobs import Classifier, _plain, identity, resolved
 from reproduction.measures import MEASURES, correct_flags
-from reproduction.paper import paper_numbers
-from reproduction.place import Place, perform
-from reproduction.reading import Reader
-from reproduction.requests import base, tuned
+from reproduction.paper_numbers import paper_numbers
+from reproduction.running.context import Context, perform
+from reproduction.running.networks import layer_counts
+from reproduction.running.training import pack_bits
 from reproduction.scales import make_scale, remembered
 from reproduction.scales.base import Sources
-from reproduction.seeds import estimate
-from reproduction.table import Cell, Claim, Column, Row, Table
 from reproduction.tables import EXPERIMENTS
-from reproduction.work.classify import pack_bits
-from reproduction.work.networks import layer_counts
+from reproduction.tables.base import Cell, Claim, Column, Row, Table
+from reproduction.tables.shared_jobs import base, tuned
 
 SOURCES = Sources(data="/data/tiny-imagenet.zip", weights="/data/vit.safetensors")
 SMALL = make_scale("small", SOURCES)
@@ -103,10 +102,10 @@ def test_notes_say_what_a_table_is_about() -> None:
     assert "MobileViT-S." not in " ".join(papers), "there they are the paper's own"
 
 
-def test_beside_has_the_notes_and_leaves_out_rows_of_another_network(place: Place) -> None:
+def test_beside_has_the_notes_and_leaves_out_rows_of_another_network(context: Context) -> None:
     names = ("sweep", "layers")
     tables = {name: EXPERIMENTS[name].declare(SMALL) for name in names}
-    section = beside([(EXPERIMENTS[n], tables[n]) for n in names], place.store, "small")
+    section = beside([(EXPERIMENTS[n], tables[n]) for n in names], context.store, "small")
     sweep, layers = section.split("### Table 8")
     for part, name in ((sweep, "sweep"), (layers, "layers")):
         claims, _, rest = part.partition("not tested: not run |\n\n")
@@ -137,24 +136,24 @@ def test_identity_is_what_is_run_not_where() -> None:
     assert "/" not in json.dumps(resolved(base(SMALL.finetune[0], 0)))
 
 
-def test_a_new_setting_renames_nothing_and_a_new_default_is_noticed(place: Place) -> None:
+def test_a_new_setting_renames_nothing_and_a_new_default_is_noticed(context: Context) -> None:
     job = tuned(SMALL.finetune[0], "ltm", 0.7, 5, 1)
     kept = json.loads(json.dumps(resolved(job)))
     del kept["settings"]["optim"]["ema"], kept["start"]["settings"]["run"]["seed"]
-    place.store.finish(job, {"job": kept, "values": {"parameters": 1.0}})
-    assert place.store.values(job) == {"parameters": 1.0}, "it was made before ema was a setting"
+    context.store.finish(job, {"job": kept, "values": {"parameters": 1.0}})
+    assert context.store.values(job) == {"parameters": 1.0}, "it was made before ema was a setting"
     kept["start"]["settings"]["optim"]["momentum"] = 0.5
-    place.store.finish(job, {"job": kept, "values": {"parameters": 1.0}})
-    assert place.store.is_stale(job)
-    assert place.store.values(job) is None, "the network it starts from would be another today"
+    context.store.finish(job, {"job": kept, "values": {"parameters": 1.0}})
+    assert context.store.is_stale(job)
+    assert context.store.values(job) is None, "the network it starts from would be another today"
     assert "momentum" not in json.dumps(_plain("", job, whole=False)), (
         "defaults are no part of the name"
     )
 
 
-def test_names_of_the_data_are_remembered(place: Place) -> None:
-    assert remembered(place.store, "small", SOURCES, runs=True) == SOURCES
-    found = remembered(place.store, "small", Sources(), runs=False)
+def test_names_of_the_data_are_remembered(context: Context) -> None:
+    assert remembered(context.store, "small", SOURCES, runs=True) == SOURCES
+    found = remembered(context.store, "small", Sources(), runs=False)
     assert found == Sources(data="tiny-imagenet.zip", weights="vit.safetensors")
     networks = [make_scale("small", sources).finetune[0] for sources in (found, SOURCES)]
     assert identity(base(networks[0], 0)) == identity(base(networks[1], 0))
@@ -192,7 +191,7 @@ def test_student_interval() -> None:
         ((4.0,), (5.0,), -0.5, "not seen in one run, not tested over seeds"),
     ],
 )
-def test_verdicts(ours: tuple, theirs: tuple, paper: float, verdict: str, place: Place) -> None:
+def test_verdicts(ours: tuple, theirs: tuple, paper: float, verdict: str, context: Context) -> None:
     """Where the paper itself is below the other, no worse than that is what it claims."""
     jobs = {}
     for name, numbers in (("a", ours), ("b", theirs)):
@@ -201,22 +200,22 @@ def test_verdicts(ours: tuple, theirs: tuple, paper: float, verdict: str, place:
             job = tuned(SMALL.finetune[0], "ltm" if name == "a" else "ltmp", 0.7, 1, seed)
             made.append(job)
             if numbers:
-                place.store.finish(job, {"values": {"parameters": 1e6 * numbers[seed]}})
+                context.store.finish(job, {"values": {"parameters": 1e6 * numbers[seed]}})
         jobs[name] = Cell(jobs=tuple(made), measure="parameters")
     table = Table(
         columns=(Column(name="n"),),
         rows=tuple(Row(label=name, cells={"n": cell}) for name, cell in jobs.items()),
     )
     claim = Claim(row="a", other="b", column="n", expected="higher", paper=paper)
-    found = judge(table, claim, Reader(place.store))
+    found = judge(table, claim, Reader(context.store))
     assert found.verdict == verdict
     assert found.paper == f"{paper:+.2f}"
     turned = Claim(row="b", other="a", column="n", expected="lower", paper=-paper)
-    assert judge(table, turned, Reader(place.store)).verdict == verdict
+    assert judge(table, turned, Reader(context.store)).verdict == verdict
     assert found.what == f"a is {'higher' if paper > 0 else 'at most 0.5 lower'} than b in n"
 
 
-def test_differences_are_of_the_same_seed(place: Place) -> None:
+def test_differences_are_of_the_same_seed(context: Context) -> None:
     """A seed that is missing in one row takes no part; one published network stands for all."""
     network = SMALL.finetune[0]
     jobs = [[tuned(network, m, 0.7, 1, seed) for seed in range(3)] for m in ("ltm", "ltmp")]
@@ -228,7 +227,7 @@ def test_differences_are_of_the_same_seed(place: Place) -> None:
         jobs[1][2]: 28.0,
     }
     for job, number in numbers.items():
-        place.store.finish(job, {"values": {"parameters": 1e6 * number}})
+        context.store.finish(job, {"values": {"parameters": 1e6 * number}})
     cells = [Cell(jobs=tuple(made), measure="parameters") for made in jobs]
     cells.append(Cell(jobs=(jobs[1][1],), measure="parameters"))
     table = Table(
@@ -237,7 +236,7 @@ def test_differences_are_of_the_same_seed(place: Place) -> None:
     )
     for other, expected in (("b", (1.0, 2.0)), ("c", (5.0, 25.0))):
         claim = Claim(row="a", other=other, column="n", expected="higher")
-        found = Reader(place.store).compare(table, claim).estimate
+        found = Reader(context.store).compare(table, claim).estimate
         assert found is not None
         assert found.values == expected
 
@@ -272,7 +271,7 @@ def test_a_job_is_data() -> None:
 
 @pytest.mark.parametrize("task", ["detection", "segmentation"])
 def test_no_epoch_of_a_detector_is_chosen_by_the_scores_that_are_reported(
-    task: str, place: Place, monkeypatch: pytest.MonkeyPatch
+    task: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[DetectionSettings] = []
 
@@ -280,8 +279,8 @@ def test_no_epoch_of_a_detector_is_chosen_by_the_scores_that_are_reported(
         seen.append(settings)
         raise InterruptedError
 
-    monkeypatch.setattr("reproduction.work.detect.train_detector", stop)
+    monkeypatch.setattr("reproduction.running.training.train_detector", stop)
     table = EXPERIMENTS[task].declare(make_scale("paper", SOURCES))
     with pytest.raises(InterruptedError):
-        perform(table.jobs()[0], place)
+        perform(table.jobs()[0], context)
     assert seen[0].eval_every == seen[0].optim.epochs

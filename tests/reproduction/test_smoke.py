@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -14,13 +15,13 @@ from rich.console import Console
 from ltm.api import conversion_of, is_merging
 from ltm.cli import main
 from reproduction.jobs import Classifier, Race, identity, in_order
-from reproduction.place import Place, perform
+from reproduction.rows import Store, read_lines
+from reproduction.running.context import Context, perform
+from reproduction.running.networks import local_settings, saved_network
+from reproduction.running.training import last_network
 from reproduction.scales import make_scale
 from reproduction.scales.base import Sources
-from reproduction.store import Store
 from reproduction.tables import EXPERIMENTS
-from reproduction.work.classify import last_network
-from reproduction.work.networks import placed, saved_network
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +33,13 @@ def cells(smoke: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@cache
+def rows_of(smoke: Path) -> dict[str, dict]:
+    return read_lines(smoke / "rows.jsonl")
+
+
 def values_of(smoke: Path, job: str) -> dict:
-    return json.loads((smoke / "rows" / job / "row.json").read_text())["values"]
+    return rows_of(smoke)[job]["values"]
 
 
 def all_jobs() -> list[str]:
@@ -59,7 +65,7 @@ def test_two_processes_shared_the_work_and_repeated_nothing(smoke: Path) -> None
     ran = [re.findall(r"^running (\S+)", text, re.MULTILINE) for text in said]
     assert sorted(ran[0] + ran[1]) == sorted(all_jobs())
     assert all(ran)
-    assert {path.name for path in (smoke / "rows").iterdir()} == set(all_jobs())
+    assert rows_of(smoke).keys() == set(all_jobs())
 
 
 def test_numbers_follow_from_the_raw_values(smoke: Path) -> None:
@@ -100,25 +106,24 @@ def recomputed(cell: dict[str, str], raw: dict) -> float | None:
 
 
 def test_a_second_call_runs_nothing(smoke: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in (smoke / "rows").rglob("row.json")}
+    before = (smoke / "rows.jsonl").read_bytes()
     assert (
         main(["table", "all", "--scale", "smoke", "--output", str(smoke), "--device", "cpu"]) == 0
     )
-    assert f"0 rows run, {len(before)} there already" in capsys.readouterr().out
-    assert before == {p: p.stat().st_mtime_ns for p in (smoke / "rows").rglob("row.json")}
+    assert f"0 rows run, {len(all_jobs())} there already" in capsys.readouterr().out
+    assert (smoke / "rows.jsonl").read_bytes() == before
 
 
 def test_rows_say_what_made_them_and_no_folder_of_this_machine(smoke: Path) -> None:
-    for path in (smoke / "rows").rglob("row.json"):
-        row = json.loads(path.read_text())
+    for row in rows_of(smoke).values():
         assert row["environment"]["packages"]["torch"]
         assert row["seconds"] >= 0
-        assert str(smoke.parent) not in path.read_text()
+        assert str(smoke.parent) not in json.dumps(row)
 
 
 def test_bottleneck_keeps_its_bound(smoke: Path) -> None:
-    rows = [p for p in (smoke / "rows").iterdir() if p.name.startswith("bottleneck")]
-    blocks = [block for path in rows for block in values_of(smoke, path.name)["blocks"]]
+    names = [name for name in rows_of(smoke) if name.startswith("bottleneck")]
+    blocks = [block for name in names for block in values_of(smoke, name)["blocks"]]
     assert blocks
     assert all(b["loss"] <= b["bound"] - b["c0"] + 1e-6 for b in blocks)
 
@@ -170,10 +175,10 @@ def test_networks_race_as_they_would_be_deployed(
         seen.append(conversion_of(model).frozen if is_merging(model) else None)
         return model
 
-    monkeypatch.setattr("reproduction.work.race.MODES", {"eager": eager})
+    monkeypatch.setattr("reproduction.running.measuring.MODES", {"eager": eager})
     job = next(j for j in EXPERIMENTS["throughput"].declare(SCALE).jobs() if isinstance(j, Race))
-    place = Place(store=Store(smoke), device=torch.device("cpu"), console=Console(quiet=True))
-    times = perform(job, place)["seconds"]
+    context = Context(store=Store(smoke), device=torch.device("cpu"), console=Console(quiet=True))
+    times = perform(job, context)["seconds"]
     assert seen == [None, True, True, True, True]
     assert list(times) == ["none", "tome", "tofu", "ltm", "static"]
 
@@ -181,13 +186,13 @@ def test_networks_race_as_they_would_be_deployed(
 @pytest.mark.parametrize("kind", ["ltm", "ltmp", "lora"])
 def test_the_kept_network_can_be_made_again_from_its_run(smoke: Path, kind: str) -> None:
     """As after training in several processes, which leave checkpoints and no network here."""
-    place = Place(store=Store(smoke), device=torch.device("cpu"), console=Console(quiet=True))
+    context = Context(store=Store(smoke), device=torch.device("cpu"), console=Console(quiet=True))
     job = next(job for job, _ in trained(smoke) if _kind(job) == kind)
-    settings = placed(job, place)
-    made, _ = last_network(settings, place.work(job) / "run", 4, None)
+    settings = local_settings(job, context)
+    made, _ = last_network(settings, context.work(job) / "run", 4, None)
     images = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
-        torch.testing.assert_close(made(images), saved_network(job, place)(images))
+        torch.testing.assert_close(made(images), saved_network(job, context)(images))
 
 
 def _kind(job: Classifier) -> str:

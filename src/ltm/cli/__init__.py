@@ -52,11 +52,11 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         return 0
     name, *options = args
-    module = import_module(f"ltm.cli.{name}")
-    command = getattr(module, name)
     try:
-        if hasattr(module, "prepare"):  # defaults that follow from a recipe or a file
-            command = module.prepare(options)
+        module = import_module(f"ltm.cli.{name}")
+        # Some commands have defaults that follow from their options, such as a recipe.
+        prepared = hasattr(module, "prepare")
+        command = module.prepare(options) if prepared else getattr(module, name)
         tyro.cli(command, prog=f"ltm {name}", description=_description(command), args=options)
     except BrokenPipeError:  # who read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
