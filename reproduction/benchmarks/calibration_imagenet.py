@@ -27,10 +27,10 @@ import ltm
 from ltm.api import mergers
 from ltm.calibration import Calibration, CalibrationResult, Settings
 from ltm.cli.images import load_batches, open_images
-from ltm.cli.models import load_model
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import Outputs, as_row, evaluate, paired_interval, summarise
 from ltm.methods import MethodConfig
+from ltm.models import ModelSource
 from ltm.training.budget import set_thresholds_
 
 BUDGETS = (0.95, 0.85, 0.7, 0.55, 0.4)
@@ -46,7 +46,9 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, torch.device(args.device)
-        host = load_model(args.model, weights=args.weights, model_args=tuple(args.model_args))
+        host = ModelSource(
+            model=args.model, weights=args.weights, model_args=tuple(args.model_args)
+        ).load()
         self.host = host.eval().to(self.device)
         self.original = Remembered(self.host)
         self.halves = self._halves()

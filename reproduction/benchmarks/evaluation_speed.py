@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from timm.data import create_loader, resolve_data_config
 
-from ltm.cli.models import load_model
 from ltm.data.classification import open_dataset
 from ltm.data.config import DataConfig
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.evaluation.accuracy import evaluate, summarise
+from ltm.models import ModelSource
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
 
-    model = load_model(args.model, weights=args.weights, untrained=True)
+    model = ModelSource(model=args.model, weights=args.weights).load(untrained=True)
     dataset: Any = open_dataset(args.data)
     dataset = dataset.take(args.images)
     config = DataConfig(source=args.data, batch_size=args.batch_size, workers=args.workers)

@@ -18,7 +18,6 @@ from export_report import write
 from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging, merge_tokens_
-from ltm.cli.models import load_model, method_config
 from ltm.data.shapes import example_pictures
 from ltm.data.transforms import ImageSpec, evaluation_transform
 from ltm.deployment.information import describe
@@ -27,6 +26,7 @@ from ltm.deployment.parity import compare
 from ltm.deployment.program import deployable, trace
 from ltm.deployment.runtime import OnnxModel
 from ltm.evaluation.timing import interleaved, speedup, spread
+from ltm.models import ModelSource, method_config
 
 ORIGINAL = "original"
 METHODS = ("ltm", "ltm-static", "tome")
@@ -52,7 +52,7 @@ def measure(name: str, weights: Path | None, args: argparse.Namespace) -> list[d
     known: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for method in (ORIGINAL, *METHODS):
-            model = load_model(name, weights=weights, untrained=weights is None)
+            model = ModelSource(model=name, weights=weights).load(untrained=weights is None)
             if method != ORIGINAL:
                 merge_tokens_(model, method_config(method, args.ratio))
             runner, apart = export(model, Path(folder) / f"{method}.onnx", images, args.threads)

@@ -20,7 +20,6 @@ from export_report import write
 from torch import Tensor
 
 from ltm.api import merge_tokens_
-from ltm.cli.models import check_classes, load_model, method_config
 from ltm.data.classification import open_dataset
 from ltm.data.config import DataConfig
 from ltm.data.loading import evaluation_loader
@@ -32,6 +31,7 @@ from ltm.deployment.quantise import RECIPES, quantise_onnx
 from ltm.deployment.runtime import OnnxModel
 from ltm.evaluation.accuracy import paired_interval
 from ltm.evaluation.timing import interleaved, speedup, spread
+from ltm.models import ModelSource, check_classes, method_config
 
 FLOAT = "float"
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results/export"))
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    model = load_model("vit_tiny_patch16_224", weights=args.weights)
+    model = ModelSource(model="vit_tiny_patch16_224", weights=args.weights).load()
     merge_tokens_(model, method_config("ltm", args.ratio))
     spec = image_spec(DataConfig(source=args.data), model)
     parts = halves(args.data, args.images)

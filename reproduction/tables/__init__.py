@@ -1,6 +1,6 @@
 """All declared experiments by name."""
 
-from ltm.training.values import choices
+from ltm.models import did_you_mean
 from reproduction.tables import bottlenecks, classification, detection, supplement
 from reproduction.tables.base import Experiment
 
@@ -17,5 +17,5 @@ def find_experiments(name: str) -> list[Experiment]:
         return list(EXPERIMENTS.values())
     if name not in EXPERIMENTS:
         known = [*EXPERIMENTS, "all", "list", "beside"]
-        raise ValueError(f"no table is named {name}: {choices(name, known, most=3)}")
+        raise ValueError(f"no table is named {name}: {did_you_mean(name, known)}")
     return [EXPERIMENTS[name]]

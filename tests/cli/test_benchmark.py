@@ -13,10 +13,10 @@ import ltm
 from ltm.cli import main
 from ltm.cli.benchmark import _leave_room  # pyright: ignore[reportPrivateUsage]
 from ltm.cli.entrants import Paddock, timed_entrant
-from ltm.cli.models import load_model
 from ltm.cli.races import Results
 from ltm.evaluation import latency
 from ltm.evaluation.turns import Turns
+from ltm.models import ModelSource
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,7 @@ def test_a_method_that_cannot_be_made_is_a_row_and_the_rest_goes_on(tmp_path: Pa
 
 
 def test_a_saved_run_races_itself_without_merging(tmp_path: Path) -> None:
-    model = load_model("test_vit", untrained=True)
+    model = ModelSource(model="test_vit").load(untrained=True)
     ltm.merge_tokens_(model, ltm.ToMe(ratio=0.8))
     ltm.save(model, tmp_path / "run")
     args = ["benchmark", "--run", str(tmp_path / "run"), "--rounds", "2", "--batch-sizes", "1"]

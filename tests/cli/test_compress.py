@@ -24,9 +24,9 @@ from ltm.api import conversion_of
 from ltm.cli import main
 from ltm.cli.compress import command_line, compress
 from ltm.cli.measurements import mixed
-from ltm.cli.models import load_model
 from ltm.cli.partition import part_images
 from ltm.data.shapes import ShapesClassification
+from ltm.models import ModelSource
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +180,7 @@ def test_peers_keep_what_a_method_of_given_counts_keeps(place: Path, tmp_path: P
 def test_images_need_not_be_square(place: Path, tmp_path: Path) -> None:
     arguments = [word for word in WORDS[3:] if "img_size" not in word]
     sizes = ["img_size=32x48", "num_classes=5"]
-    model = load_model(NAME, untrained=True, model_args=[*arguments, *sizes])
+    model = ModelSource(model=NAME, model_args=[*arguments, *sizes]).load(untrained=True)
     ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
     ltm.save(model, tmp_path / "run")
     options = ["--run", str(tmp_path / "run"), "--data", str(place / "split"), "--no-calibrate"]

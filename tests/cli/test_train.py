@@ -41,7 +41,10 @@ def test_from_scratch_then_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--model", "vit_smal_patch16_224"], "no model is named vit_smal_patch16_224: did you"),
+        (
+            ["--model", "vit_smal_patch16_224"],
+            "vit_smal_patch16_224 is not known to timm; did you",
+        ),
         (["--recipe", "swin_tinny"], "no recipe is named swin_tinny: did you mean swin_tiny"),
         (["--config", "nowhere.yaml"], "No such file or directory: 'nowhere.yaml'"),
         (["--data", "{here}/absent"], "no data at"),
@@ -49,7 +52,7 @@ def test_from_scratch_then_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--num-classes", "5"], "num_classes is 5, but shapes"),
         (["--output", __file__], "a file: a folder is needed"),
         (["--epochs", "0"], "epochs is 0, but must be at least 1"),
-        (["--weights", "none.pth"], "no weights at none.pth"),
+        (["--weights", "none.pth"], "none.pth: there is no such file"),
         (["--ratio", "0.01"], "ratio: got 0.01"),
         (["--method", "tome", "--ratio", "0.9"], "nothing would train"),
     ],

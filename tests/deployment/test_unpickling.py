@@ -8,7 +8,7 @@ import torch
 
 import ltm
 from ltm.cli import main
-from ltm.cli.models import load_model
+from ltm.models import ModelSource
 
 
 class Malicious:
@@ -48,14 +48,14 @@ def test_weights_that_run_code_are_refused(
     else:
         (tmp_path / name).write_bytes(pickle.dumps(content))
     with pytest.raises(ValueError, match="cannot be read"):
-        load_model("vit_tiny_patch16_224", weights=tmp_path / name)
+        ModelSource(model="vit_tiny_patch16_224", weights=tmp_path / name).load()
     assert not trace.exists()
 
 
 def test_a_pickle_by_another_name_is_no_safetensors_file(tmp_path: Path, trace: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Malicious(trace)))
     with pytest.raises(ValueError, match="cannot be read"):
-        load_model("vit_tiny_patch16_224", weights=tmp_path / "model.safetensors")
+        ModelSource(model="vit_tiny_patch16_224", weights=tmp_path / "model.safetensors").load()
     model = torch.nn.Module()
     with pytest.raises((ValueError, FileNotFoundError)):
         ltm.load(tmp_path, model)
@@ -70,7 +70,7 @@ def test_a_saved_run_with_a_pickle_is_refused(tmp_path: Path, trace: Path) -> No
     ltm.save(model, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Malicious(trace)))
     with pytest.raises(ValueError, match="damaged weights"):
-        load_model(run=tmp_path)
+        ModelSource(run=tmp_path).load()
     assert not trace.exists()
 
 

@@ -128,7 +128,7 @@ def test_a_file_of_weights_is_loaded(tmp_path: Path) -> None:
     assert torch.allclose(
         pyramid(images)[0], cast("Any", donor).forward_features(images), atol=1e-5
     )
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
         build_pyramid("mobilevit_xxs", image_size=(64, 64), weights=str(tmp_path / "none.pth"))
 
 

@@ -275,10 +275,13 @@ def test_thresholds_are_set_and_measured_on_images_of_all_classes(
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"model": {"weights": "nowhere.safetensors"}}, "no weights at nowhere.safetensors"),
-        ({"model": {"weights": "{here}/damaged.safetensors"}}, "holds no readable weights"),
-        ({"model": {"weights": "{here}/other"}}, "does not belong to this model"),
-        ({"model": {"model_args": ["img_sise=32"]}}, "model_args do not fit"),
+        (
+            {"model": {"weights": "nowhere.safetensors"}},
+            "nowhere.safetensors: there is no such",
+        ),
+        ({"model": {"weights": "{here}/damaged.safetensors"}}, "cannot be read"),
+        ({"model": {"weights": "{here}/other"}}, "do not fit this model"),
+        ({"model": {"model_args": ["img_sise=32"]}}, "does not take these arguments"),
         ({"model": {"num_classes": 7}}, "num_classes is 7, but shapes:.* has 3 classes"),
         ({"merge": {"method_options": ["suport=learned"]}}, "ltm has no setting suport"),
         ({"run": {"precision": "16"}}, "precision is 16, which needs a GPU"),

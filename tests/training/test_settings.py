@@ -10,9 +10,9 @@ import pytest
 import tyro
 import yaml
 
+from ltm.models import read_words
 from ltm.training.recipes import BACKBONES, FINETUNE, SCRATCH, find_recipe, recipe_of
 from ltm.training.settings import TrainSettings, from_mapping, read_settings, to_yaml
-from ltm.training.values import named_values
 
 RECIPES = {f"train {k}": v for k, v in SCRATCH.items()} | {
     f"finetune {k}": v for k, v in FINETUNE.items()
@@ -77,7 +77,10 @@ def test_command_line_and_yaml_say_the_same() -> None:
         ({"optim": {"lr": 0}}, "lr is 0.0, but must be positive"),
         ({"optim": {"ema": 1}}, "ema is 1.0, but must be at least 0 and below 1"),
         ({"data": {"batch_size": 3}}, "batch_size is 3, but mixup and cutmix need an even number"),
-        ({"model": {"model_args": ["depth"]}}, "model_args: 'depth' must be written name=value"),
+        (
+            {"model": {"model_args": ["depth"]}},
+            "model_args: 'depth' is no setting; write name",
+        ),
         ({"run": {"strategy": "fsdp"}, "optim": {"ema": 0.9}}, "ema needs whole copies"),
     ],
 )
@@ -97,7 +100,7 @@ def test_a_file_that_holds_no_settings_is_named(text: str, tmp_path: Path) -> No
 def test_words_become_values() -> None:
     words = ("depth=4", "window=(4,4)", "act=gelu", "flag=true", "rate=1.0e-3", "none=null")
     values = {"depth": 4, "window": [4, 4], "act": "gelu", "flag": True, "rate": 1e-3, "none": None}
-    assert named_values("model_args", words) == values
+    assert read_words(words, owner="model_args") == values
 
 
 def test_settings_are_light_to_import() -> None:

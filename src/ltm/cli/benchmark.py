@@ -5,12 +5,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ltm.cli.entrants import Images, Paddock, check_methods
-from ltm.cli.hosts import SizeError, check_name
-from ltm.cli.images import require_least
-from ltm.cli.models import RATIO, load_model, refuse_given, split_methods
+from ltm.cli.entrants import PUBLISHED_TOME, Images, Paddock, check_methods
 from ltm.cli.races import Grid, Results
 from ltm.files import check_folder
+from ltm.models import (
+    ModelSource,
+    SizeError,
+    check_name,
+    refuse_given,
+    require_least,
+    split_methods,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -117,15 +122,14 @@ def benchmark(
         for name in names:
             torch.manual_seed(seed)
             try:
-                base = load_model(
-                    None if run is not None else name,
+                base = ModelSource(
+                    model=None if run is not None else name,
                     pretrained=pretrained,
                     weights=weights,
                     run=run,
                     image_size=image_size,
                     model_args=model_args,
-                    untrained=True,
-                )
+                ).load(untrained=True)
             except SizeError as error:
                 if image_size is None or len(names) == 1:
                     raise
@@ -156,7 +160,7 @@ def _listed(name: str, texts: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def _some(name: str, texts: Iterable[str]) -> list[str]:
-    found = split_methods(texts)
+    found = [part.strip() for part in ",".join(texts).split(",") if part.strip()]
     if not found:
         raise ValueError(f"{name}: there is none; give at least one")
     return found
@@ -176,11 +180,11 @@ def _asked_for(
     ratio: float | None,
 ) -> tuple[list[str], list[str], float]:
     """Networks, methods and the share that remains; a saved run has all of them."""
-    ratio_ = RATIO if ratio is None else ratio
+    ratio_ = 0.7 if ratio is None else ratio
     if run is not None:
         refuse_given({"models": models, "methods": methods, "ratio": ratio}, "a saved run")
         return [str(run)], [], ratio_
-    found = split_methods(("tome", "ltm") if methods is None else methods)
+    found = split_methods(("tome", "ltm") if methods is None else methods, PUBLISHED_TOME)
     check_methods(found, ratio_)
     names = _some("models", ("vit_small_patch16_224",) if models is None else models)
     for name in names:

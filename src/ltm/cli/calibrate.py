@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.images import load_batches, open_images, require_least
-from ltm.cli.models import load_model
+from ltm.cli.images import load_batches, open_images
 from ltm.files import check_folder, write_metrics
+from ltm.models import ModelSource, require_least
 from ltm.progress import interruptible
 
 if TYPE_CHECKING:
@@ -107,16 +107,15 @@ def calibrate(
         seed=seed,
     )
     where = local_device(device)
-    loaded = load_model(
-        model,
+    loaded = ModelSource(
+        model=model,
         pretrained=pretrained,
         weights=weights,
         run=run,
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
-        merges=True,
-    )
+    ).load(merges=True)
     pictures = read_images(loaded, data, split, images, workers)
     size = (pictures.shape[-2], pictures.shape[-1])
     with showing(trials) as note:

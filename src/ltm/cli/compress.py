@@ -101,10 +101,9 @@ def compress(
     import torch
 
     from ltm.cli.compression import Compression, Options
-    from ltm.cli.images import require_least
-    from ltm.cli.models import check_classes, load_model, method_config, split_methods
     from ltm.cli.partition import part_images
     from ltm.cli.tuning import require_training_images
+    from ltm.models import ModelSource, check_classes, method_config, require_least, split_methods
     from ltm.processes import local_device
 
     where = local_device(device)
@@ -118,16 +117,15 @@ def compress(
         require_training_images(parts, data)
     shown = open_pictures(pictures)
     torch.manual_seed(seed)
-    loaded = load_model(
-        model,
+    loaded = ModelSource(
+        model=model,
         pretrained=pretrained,
         weights=weights,
         run=run,
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
-        merges=True,
-    )
+    ).load(merges=True)
     host = original_of(loaded)
     check_classes(host, parts.evaluation.class_names, data)
     job = Compression(
@@ -245,6 +243,6 @@ def _origin(model: nn.Module) -> dict[str, str]:
 
 
 def _named(words: tuple[str, ...]) -> dict[str, Any]:
-    from ltm.training.values import named_values
+    from ltm.models import read_words
 
-    return named_values("model_args", words)
+    return read_words(words, owner="model_args")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ltm.cli.images import expected_images, load_batches
 from ltm.cli.measurements import BASE, Measurements
-from ltm.cli.models import method_config
 from ltm.cli.partition import Partition
 from ltm.cli.pictures import data_pictures, illustrate, telling_block, trace_models
 from ltm.files import write_metrics
+from ltm.models import method_config
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ltm.cli.compress import command_line, say, show
-from ltm.cli.models import method_config
 from ltm.files import check_folder
+from ltm.models import method_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,8 +104,8 @@ def trained_network(data: str, epochs: int, seed: int, folder: Path) -> nn.Modul
     """The demo's network: trained now, or by an earlier run with the same settings."""
     from rich.console import Console
 
-    from ltm.cli.models import load_model
     from ltm.data.config import AugmentConfig
+    from ltm.models import ModelSource
     from ltm.training.run import train
     from ltm.training.settings import (
         MergeSettings,
@@ -129,7 +129,7 @@ def trained_network(data: str, epochs: int, seed: int, folder: Path) -> nn.Modul
     weights, known = folder / "model" / "model.safetensors", folder / "config.yaml"
     if weights.is_file() and known.is_file() and known.read_text("utf-8") == to_yaml(settings):
         say(f"Taking the network of an earlier run from {folder}")
-        return load_model(NETWORK, weights=weights, model_args=words)
+        return ModelSource(model=NETWORK, weights=weights, model_args=words).load()
     say("Training a small vision transformer on generated images; it is kept for the next time")
     return train(settings, folder, overwrite=True, console=Console(soft_wrap=True)).model
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ltm.cli.images import load_batches, open_images
-from ltm.cli.models import method_config, num_classes_of, require_method
+from ltm.models import method_config, num_classes_of, require_method
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ltm.cli.entrants import set_ltmp_thresholds_
 from ltm.cli.images import load_batches, open_images, sample_images
-from ltm.cli.models import (
-    RATIO,
-    load_model,
+from ltm.files import check_folder, write_metrics
+from ltm.models import (
+    ModelSource,
     method_config,
     num_classes_of,
     refuse_given,
     split_methods,
 )
-from ltm.files import check_folder, write_metrics
 from ltm.progress import Progress
 
 if TYPE_CHECKING:
@@ -98,16 +97,15 @@ def evaluate(
     where = local_device(device)
     dataset = open_images(data, split, images)
     others = None if statistics is None else open_images(statistics, split)
-    loaded = load_model(
-        model,
+    loaded = ModelSource(
+        model=model,
         pretrained=pretrained,
         weights=weights,
         run=run,
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
-        merges=bool(methods) or bottleneck,
-    )
+    ).load(merges=bool(methods) or bottleneck)
     models = {name: m.to(where) for name, m in entrants(loaded, methods, ratio).items()}
     with joined(where) as process:
         options = {"batch_size": batch_size, "workers": workers, "device": where}
@@ -157,7 +155,7 @@ def entrants(
     found = {BASE: model}
     for text in texts:
         merging = copy.deepcopy(model)
-        merge_tokens_(merging, method_config(text, RATIO if ratio is None else ratio))
+        merge_tokens_(merging, method_config(text, ratio))
         found[text] = merging
     return found
 

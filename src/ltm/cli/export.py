@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ltm.cli.images import expected_images, require_least
-from ltm.cli.models import RATIO, load_model, method_config
+from ltm.cli.images import expected_images
 from ltm.files import check_folder, write_metrics
+from ltm.models import ModelSource, method_config, require_least
 from ltm.progress import Progress
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def export(
         if not given:
             raise ValueError(f"{name}: there is none; give at least one")
     require_least("batch-sizes", min(batch_sizes))
-    config = None if method is None else method_config(method, RATIO if ratio is None else ratio)
+    config = None if method is None else method_config(method, ratio)
     if config is None and ratio is not None:
         raise ValueError("--ratio goes with --method; a saved run has its own")
     if int8 and data == "shapes" and weights is not None:
@@ -91,16 +91,15 @@ def export(
 
     from ltm.cli.partition import part_images
 
-    network = load_model(
-        model,
+    network = ModelSource(
+        model=model,
         pretrained=pretrained,
         weights=weights,
         run=run,
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
-        merges=config is not None,
-    )
+    ).load(merges=config is not None)
     if config is not None:
         _merge_(network, config)
     parts = part_images(
@@ -159,7 +158,7 @@ class _Batches:
         return evaluation_loader(dataset, self.job.information.spec, config)
 
     def labelled(self, dataset: Any, source: str) -> Any:
-        from ltm.cli.models import check_classes
+        from ltm.models import check_classes
 
         check_classes(self.job.model, dataset.class_names, source)
         return self.all(dataset, 16)

@@ -5,19 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.models import check_classes
+from ltm.models import check_classes, require_least
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ltm.data.config import DataConfig
     from ltm.data.transforms import ImageSpec
-
-
-def require_least(option: str, number: int | None, least: int = 1) -> None:
-    """Refuse a number that is too small, by the name of its option."""
-    if number is not None and number < least:
-        raise ValueError(f"--{option} is {number}: it must be at least {least}")
 
 
 def open_images(source: str, split: str, images: int | None = None) -> Any:

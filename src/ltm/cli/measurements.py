@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.models import num_classes_of
+from ltm.models import num_classes_of
 from ltm.progress import Progress
 
 if TYPE_CHECKING:

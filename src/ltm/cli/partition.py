@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.images import require_least
+from ltm.models import require_least
 
 if TYPE_CHECKING:
     from ltm.data.classification import LabelledImages

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
-from ltm.cli.models import load_model, refuse_given
 from ltm.files import check_folder, write_metrics
+from ltm.models import ModelSource, refuse_given
 from ltm.progress import Progress
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _network(run: Path | None, model: str | None, options: dict[str, Any]) -> Kn
 
     if run is None and model is None:
         raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
-    scores: Any = load_model(model, run=run, **options)
+    scores: Any = ModelSource(model=model, run=run, **options).load()
     if not getattr(scores, "num_classes", 0):
         raise ValueError("model: it has no classes to predict; take one with a head")
     return scores, describe(scores, class_names=None if run is None else saved_class_names(run))

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ltm.cli.models import load_model
 from ltm.files import check_folder, write_metrics
+from ltm.models import ModelSource
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,15 +73,15 @@ def serve(
 
     networks = [embedded_network(name) for name in embedded]
     if run is not None or model is not None:
-        network = load_model(
-            model,
+        network = ModelSource(
+            model=model,
             pretrained=pretrained,
             weights=weights,
             run=run,
             num_classes=num_classes,
             image_size=image_size,
             model_args=model_args,
-        )
+        ).load()
         networks.insert(0, own_network(network, model, run, class_names, crop_ratio))
     began = time.monotonic()
     gallery = Gallery({network.name: network for network in networks})

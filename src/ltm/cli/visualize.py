@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from ltm.cli.images import expected_images, require_least
-from ltm.cli.models import load_model, method_config
+from ltm.cli.images import expected_images
 from ltm.files import check_folder, write_metrics
+from ltm.models import ModelSource, method_config, require_least
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,16 +84,15 @@ def visualize(
 
     where = local_device(device)
     named = read_pictures(images, limit) if images else generated_pictures(_PER_SHEET)
-    loaded = load_model(
-        model,
+    loaded = ModelSource(
+        model=model,
         pretrained=pretrained,
         weights=weights,
         run=run,
         num_classes=num_classes,
         image_size=image_size,
         model_args=model_args,
-        merges=True,
-    )
+    ).load(merges=True)
     models = {name: m.to(where) for name, m in _entrants(loaded, method, against, ratio).items()}
     spec = expected_images(loaded, DataConfig())
     chosen = [_target(text) for text in targets]

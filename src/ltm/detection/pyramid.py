@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -24,6 +23,7 @@ from ltm.api import image_size_of, is_merging, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.detection.necks import simple_neck
 from ltm.methods import LTM, MethodConfig
+from ltm.models import closest, read_weights
 
 Size = tuple[int, int]
 """Height and width."""
@@ -160,9 +160,8 @@ def build_pyramid(
     else:
         places = [levels.index(stride) for stride in _chosen(strides, tuple(levels))]
     if weights is not None:
-        if not Path(weights).is_file():
-            raise FileNotFoundError(f"weights: there is no file {weights}")
-        arguments["pretrained_cfg_overlay"] = {"file": str(weights), "custom_load": False}
+        state = read_weights(Path(weights))
+        arguments["pretrained_cfg_overlay"] = {"state_dict": state, "custom_load": False}
     network = timm.create_model(
         backbone,
         features_only=True,
@@ -198,7 +197,7 @@ def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size
 def check_backbone(name: str) -> None:
     """Refuse a name that timm does not know, naming near ones."""
     if not timm.is_model(name.partition(".")[0]):
-        near = difflib.get_close_matches(name, timm.list_models(), n=4, cutoff=0.4)
+        near = closest(name, timm.list_models())
         raise ValueError(
             f"backbone: timm has no network {name!r}, and there is no such folder; near are "
             f"{', '.join(near) or 'none'}."

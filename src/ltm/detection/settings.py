@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
+from ltm.models import changed, did_you_mean, plain, read_words
 from ltm.training.settings import Flat, OptimSettings, RunSettings, require_at_least
-from ltm.training.values import choices, named_values, plain, typed
 
 Task = Literal["ssdlite", "mask_rcnn"]
 
@@ -124,14 +124,14 @@ class DetectionSettings:
             raise ValueError("strategy is fsdp, but detectors train with auto or ddp")
         if self.detector.task == "mask_rcnn" and not self.detector.restore:
             raise ValueError("restore is off, but Mask R-CNN needs maps at their nominal size")
-        named_values("method_options", self.merge.method_options)
+        read_words(self.merge.method_options, owner="method_options")
 
 
 def detection_from_mapping(
     values: Mapping[str, Any], base: DetectionSettings | None = None
 ) -> DetectionSettings:
     """Settings with some values changed; a name or a type that does not fit is a ValueError."""
-    return typed(values, DetectionSettings, base if base is not None else DetectionSettings())
+    return changed(base if base is not None else DetectionSettings(), values)
 
 
 def read_detection_settings(path: str | Path, base: DetectionSettings) -> DetectionSettings:
@@ -157,7 +157,7 @@ def find_detection_recipe(name: str, task: Task) -> DetectionSettings:
     """A recipe by name; a ValueError names those of the task."""
     known = {key: value for key, value in RECIPES.items() if value.detector.task == task}
     if name not in known:
-        raise ValueError(f"recipe is {name}; {choices(name, known)}")
+        raise ValueError(f"recipe is {name}; {did_you_mean(name, known)}")
     return known[name]
 
 

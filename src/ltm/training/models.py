@@ -2,27 +2,34 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import timm
-from timm.models import load_state_dict
-from torch import Tensor, nn
+from torch import nn
 
+from ltm import models
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
 from ltm.api.deployment import (
     CONFIG,
     WEIGHTS,
-    remember_arguments,
     saved_folder,
     telling_names,
     write_weights,
 )
 from ltm.data.transforms import ImageSpec, image_spec
-from ltm.methods import MethodConfig, config_from_dict
+from ltm.methods import MethodConfig
+from ltm.models import (
+    ArgumentsError,
+    Say,
+    create_model,
+    head_parameters,
+    read_weights,
+    read_words,
+    silent,
+)
 from ltm.training.settings import MergeSettings, ModelSettings, TrainSettings
-from ltm.training.values import choices, named_values
 
 
 class Built(NamedTuple):
@@ -40,8 +47,8 @@ def build_model(settings: TrainSettings, num_classes: int) -> nn.Module:
     return build(settings, num_classes).model
 
 
-def build(settings: TrainSettings, num_classes: int) -> Built:
-    """Make the network of a run, and say whether its head is new."""
+def build(settings: TrainSettings, num_classes: int, say: Say = silent) -> Built:
+    """Make the network of a run, and tell whether its head is new."""
     check_num_classes(settings.model, settings.data.source, num_classes)
     method = method_config(settings.merge)
     folder = _merging_folder(settings.model.weights)
@@ -49,7 +56,7 @@ def build(settings: TrainSettings, num_classes: int) -> Built:
         return _continue_from(folder, settings, method, num_classes)
     model, new = make_timm_model(settings, num_classes), False
     if settings.model.weights is not None:
-        new = bool(load_weights_(model, settings.model.weights))
+        new = bool(load_weights_(model, settings.model.weights, say))
     elif settings.model.pretrained:
         known = getattr(model, "pretrained_cfg", None) or {}
         new = known.get("num_classes", num_classes) != num_classes
@@ -82,95 +89,40 @@ def method_config(settings: MergeSettings) -> MethodConfig | None:
     """The method's own settings; None where nothing is merged."""
     if settings.method == "none":
         return None
-    options = named_values("method_options", settings.method_options)
-    # The most exact goes first.
-    if "counts" not in options:
-        ratio = settings.ratio if settings.per_block is None else None
-        options = {"ratio": ratio, "per_block": settings.per_block, **options}
-    return config_from_dict({"method": settings.method, **options})
+    return models.method_config(
+        settings.method,
+        settings.ratio,
+        per_block=settings.per_block,
+        options=settings.method_options,
+    )
 
 
 def make_timm_model(settings: TrainSettings, num_classes: int) -> nn.Module:
     """Make a timm model by name; its input size follows the data's where the model has one."""
     name = settings.model.name
-    if not timm.is_model(name):
-        architecture = name.partition(".")[0]
-        raise ValueError(f"no model is named {name}: {choices(architecture, timm.list_models())}")
-    arguments: dict[str, Any] = named_values("model_args", settings.model.model_args)
+    arguments: dict[str, Any] = read_words(settings.model.model_args, owner="model_args")
     download = settings.model.pretrained and settings.model.weights is None
-    arguments |= {"num_classes": num_classes, "pretrained": download}
+    arguments["num_classes"] = num_classes
     if settings.model.drop_path:
         arguments["drop_path_rate"] = settings.model.drop_path
     if settings.data.image_size is not None and "img_size" not in arguments:
-        try:
-            return _create(name, {**arguments, "img_size": settings.data.image_size})
-        except TypeError:
-            pass  # Convolutional hosts take any size and have no such argument.
-    try:
-        return _create(name, arguments)
-    except TypeError as error:
-        raise ValueError(f"model_args do not fit {name}: {error}") from error
+        sized = {**arguments, "img_size": settings.data.image_size}
+        with suppress(ArgumentsError):  # Convolutional hosts take any size without being told.
+            return create_model(name, sized, pretrained=download)
+    return create_model(name, arguments, pretrained=download)
 
 
-def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
-    try:
-        return remember_arguments(timm.create_model(name, **arguments), arguments)
-    except TypeError:
-        raise
-    except Exception as error:  # networks and hubs fail in ways of their own
-        reason = " ".join(str(error).split())[:200]
-        if not arguments["pretrained"]:
-            raise ValueError(f"{name} could not be made: {reason}") from error
-        raise ValueError(
-            f"the published weights of {name} could not be loaded ({reason}); "
-            "give a local file with --weights"
-        ) from error
-
-
-def load_weights_(model: nn.Module, path: str | Path) -> list[str]:
+def load_weights_(model: nn.Module, path: str | Path, say: Say = silent) -> list[str]:
     """Load weights in timm's keys; a head for other classes starts anew. Returns what was left out.
 
     Mask modules and class statistics that the file lacks stay as they are.
     """
     path = Path(path)
     path = saved_folder(path) / WEIGHTS if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(f"no weights at {path}; give a .safetensors or .pth file")
-    weights = {name: _full(value) for name, value in _read(path).items()}
-    own = model.state_dict()
-    head = head_parameters(model)
-    left_out = [n for n in weights if n in head and weights[n].shape != own[n].shape]
-    for name in left_out:
-        del weights[name]
-    missing = [n for n in own if n not in weights and n not in left_out and ".merger." not in n]
-    unknown = [n for n in weights if n not in own]
-    wrong = [n for n in weights if n in own and weights[n].shape != own[n].shape]
-    for problem, names in (("lacks", missing), ("has unknown", unknown), ("does not fit", wrong)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"{path} does not belong to this model: it {problem} {names[0]}{more}")
-    model.load_state_dict(weights, strict=False)
-    return left_out
-
-
-def _full(value: Tensor) -> Tensor:
-    return value.float() if value.is_floating_point() else value
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_state_dict(str(path), use_ema=False)
-    except Exception as error:  # every format fails in its own way
-        raise ValueError(
-            f"{path} holds no readable weights ({type(error).__name__}); copy it again"
-        ) from error
-
-
-def head_parameters(model: nn.Module) -> frozenset[str]:
-    """Names of the classifier's parameters."""
-    named: Any = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
-    prefixes = tuple(f"{name}." for name in ([named] if isinstance(named, str) else named))
-    return frozenset(n for n, _ in model.named_parameters() if n.startswith(prefixes))
+    weights = read_weights(path, say)
+    return models.load_weights_(
+        model, weights, f"weights {path} do not fit this model", new_head=True
+    )
 
 
 def _merging_folder(weights: str | None) -> Path | None:
@@ -196,7 +148,7 @@ def _continue_from(
             f"{folder} holds a model with {done.config.name}, not with {settings.merge.method}; "
             f"use method={done.config.name}, or start from the original weights"
         )
-    for name in named_values("method_options", settings.merge.method_options):
+    for name in read_words(settings.merge.method_options, owner="method_options"):
         has, wanted = (getattr(config, name) for config in (done.config, method))
         if has != wanted:
             raise ValueError(

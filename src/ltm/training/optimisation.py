@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ltm.api import is_merging, mergers
+from ltm.models import did_you_mean
 from ltm.training.settings import OptimSettings
 from ltm.training.trainable import in_merger
-from ltm.training.values import choices
 
 
 def effective_lr(settings: OptimSettings, total_batch: int) -> float:
@@ -30,7 +30,7 @@ def make_optimizer(model: nn.Module, settings: OptimSettings, total_batch: int) 
     known = [str(name) for name in list_optimizers()]
     if settings.optimizer not in known:
         raise ValueError(
-            f"no optimizer is named {settings.optimizer}: {choices(settings.optimizer, known)}"
+            f"no optimizer is named {settings.optimizer}: {did_you_mean(settings.optimizer, known)}"
         )
     lr = effective_lr(settings, total_batch)
     groups = parameter_groups(model, settings, lr)

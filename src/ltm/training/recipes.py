@@ -7,6 +7,7 @@ are those recipes. Learning rates scale with the batch. Choose by name, change w
 from dataclasses import replace
 
 from ltm.data.config import AugmentConfig
+from ltm.models import did_you_mean
 from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
@@ -16,7 +17,6 @@ from ltm.training.settings import (
     TrainSettings,
     TuneSettings,
 )
-from ltm.training.values import choices
 
 BACKBONES = {
     "mobilevit_xs": "mobilevit_xs",
@@ -163,5 +163,5 @@ def recipe_of(model: str) -> str:
 def find_recipe(name: str, recipes: dict[str, TrainSettings]) -> TrainSettings:
     """A recipe by name; a ValueError that suggests others where there is none."""
     if name not in recipes:
-        raise ValueError(f"no recipe is named {name}: {choices(name, recipes)}")
+        raise ValueError(f"no recipe is named {name}: {did_you_mean(name, recipes)}")
     return recipes[name]

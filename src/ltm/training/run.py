@@ -16,6 +16,7 @@ from torch import nn
 from ltm.api import conversion_of, is_merging, report, save
 from ltm.data.classification import LabelledImages, Splits, open_splits
 from ltm.data.loading import Loader, evaluation_loader, training_loader
+from ltm.models import plain
 from ltm.training.budget import measure_share, set_thresholds_
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.fabric import Fabric, first_alone, make_fabric, placed
@@ -37,7 +38,6 @@ from ltm.training.statistics import FirstBatches
 from ltm.training.trainable import choose_trainable_
 from ltm.training.trainer import Loaders, Trainer
 from ltm.training.validation import evaluate
-from ltm.training.values import plain
 
 THRESHOLD_IMAGES = 256
 """Unlabelled training images, spread over all, on which LTMP's thresholds are set at the end."""
@@ -88,7 +88,7 @@ def train(
     if model is not None and settings.run.strategy == "fsdp":
         raise ValueError("strategy is fsdp, which needs a model made by the run; use ddp")
     if model is None:
-        built = build(settings, splits.train.num_classes)
+        built = build(settings, splits.train.num_classes, say=console.print)
     else:
         built = Built(model)
         convert_(model, settings, method_config(settings.merge))

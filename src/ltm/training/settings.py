@@ -12,7 +12,7 @@ import tyro
 import yaml
 
 from ltm.data.config import AugmentConfig, DataConfig
-from ltm.training.values import named_values, plain, typed
+from ltm.models import changed, plain, read_words
 
 Precision = Literal["32", "bf16", "16"]
 Strategy = Literal["auto", "ddp", "fsdp"]
@@ -212,8 +212,8 @@ class TrainSettings:
             raise ValueError(
                 f"batch_size is {self.data.batch_size}, but mixup and cutmix need an even number"
             )
-        named_values("model_args", self.model.model_args)
-        named_values("method_options", self.merge.method_options)
+        read_words(self.model.model_args, owner="model_args")
+        read_words(self.merge.method_options, owner="method_options")
 
     @property
     def statistics_from_epoch(self) -> bool:
@@ -236,7 +236,7 @@ def to_yaml(settings: TrainSettings) -> str:
 
 def from_mapping(values: Mapping[str, Any], base: TrainSettings | None = None) -> TrainSettings:
     """Settings with some values changed; a name or a type that does not fit is a ValueError."""
-    return typed(values, TrainSettings, base if base is not None else TrainSettings())
+    return changed(base if base is not None else TrainSettings(), values)
 
 
 def read_settings(path: str | Path, base: TrainSettings | None = None) -> TrainSettings:

@@ -8,9 +8,9 @@ from torch import nn
 
 from ltm.api import is_merging, mergers
 from ltm.methods.ltm.learned import LearnedMerger
+from ltm.models import did_you_mean
 from ltm.training.lora import add_lora_, is_lora
 from ltm.training.settings import TuneSettings
-from ltm.training.values import choices
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,  # noqa: SLF001 - the base of all that keep running statistics
@@ -57,7 +57,7 @@ def chosen_parameters(model: nn.Module, settings: TuneSettings) -> set[str]:
         matched = {name for name in names if fnmatchcase(name, pattern)}
         if not matched:
             tops = {f"{name.split('.')[0]}.*" for name in names}
-            known = choices(pattern, tops)
+            known = did_you_mean(pattern, tops)
             raise ValueError(f"unfreeze: {pattern!r} matches no parameter; {known}")
         chosen |= matched
     return chosen

@@ -12,9 +12,14 @@ from safetensors.torch import save_file
 
 import ltm
 from ltm.api import image_size_of
-from ltm.cli.models import check_classes, load_model, method_config, split_methods
-from ltm.cli.weights import read_weights
 from ltm.data.transforms import image_spec
+from ltm.models import ModelSource, check_classes, method_config, read_weights, split_methods
+
+
+def load_model(
+    model: str | None = None, *, untrained: bool = False, merges: bool = False, **source: Any
+) -> Any:
+    return ModelSource(model=model, **source).load(untrained=untrained, merges=merges)
 
 
 @pytest.fixture(scope="module")

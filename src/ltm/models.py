@@ -1,0 +1,848 @@
+"""From words to a network: the only loader, and the only grammar of `name=value`.
+
+A value is read by the type of the field it is for. `sites=3,5,8`, `sites=3+5+8`, `sites=[3, 5, 8]`
+and `sites=(3,5,8)` are one list, `counts=7x7,5x5` are two grids, `labels=true` is the word "true"
+where the field takes words and True where it takes a flag. A network is named by a `ModelSource`.
+What cannot work is a ValueError or FileNotFoundError of one sentence.
+
+Importing this module imports neither torch nor timm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ltm.methods import MethodConfig
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+"""Takes one plain line for the user."""
+
+ALIASES = {
+    "ltm-static": "ltm:support=learned,weights=uniform",
+    "ltm-uniform": "ltm:weights=uniform",
+}
+"""Short names for methods with settings."""
+
+
+def silent(line: str) -> None:
+    """Say nothing: what a verb does outside a command."""
+
+
+# --- Names: what a wrong one may have meant ------------------------------------------------------
+
+
+def did_you_mean(wrong: str, known: Iterable[str], most: int = 3) -> str:
+    """Suggest what a wrong name may have meant, or list what there is."""
+    names = sorted(known)
+    close = closest(wrong, names, most)
+    if close:
+        return f"did you mean {', '.join(close)}?"
+    return f"there are {', '.join(names)}"
+
+
+def closest(wrong: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The names most like a wrong one: of its family if there is one, by how they begin first."""
+    names = list(known)
+    family = [name for name in names if name.partition("_")[0] == wrong.partition("_")[0]]
+    matcher = difflib.SequenceMatcher(b=wrong)
+
+    def likeness(text: str) -> float:
+        matcher.set_seq1(text)
+        return matcher.ratio()
+
+    for group in (family, names):
+        rated = sorted((-likeness(name[: len(wrong)]), -likeness(name), name) for name in group)
+        close = [name for start, _, name in rated if -start >= 0.5]
+        if close:
+            return close[:most]
+    return []
+
+
+# --- Values, by the type of their field ----------------------------------------------------------
+
+_NOTHING = ("none", "null", "~")
+_FLAGS = {"true": True, "false": False}
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)
+_GRID = re.compile(r"\d+x\d+$")
+
+
+def read_words(
+    words: Iterable[str], types: Mapping[str, Any] | None = None, *, owner: str
+) -> dict[str, Any]:
+    """Read `name=value` words, each of which may hold several, separated by commas.
+
+    Args:
+        words: such as `sites=3,5,8,ratio=0.5`; a part without `=` belongs to the value before it.
+        types: the type of each name; None guesses types from how values are written.
+        owner: whose settings these are, for error messages.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        for name, text in _assignments(word, owner):
+            if types is None:
+                values[name] = _guess(text)
+            elif name in types:
+                values[name] = read_value(text, types[name], f"{owner}: {name}")
+            else:
+                raise ValueError(f"{owner} has no setting {name}; {did_you_mean(name, types)}")
+    return values
+
+
+def _assignments(word: str, owner: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for part in _split(word, ","):
+        name, equals, text = (piece.strip() for piece in part.partition("="))
+        if equals and name.isidentifier():
+            found.append((name, text))
+        elif found and not equals:
+            found[-1] = found[-1][0], f"{found[-1][1]},{part.strip()}"
+        else:
+            raise ValueError(f"{owner}: {part.strip()!r} is no setting; write name=value")
+    return found
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """Split at separators outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in _BRACKETS) - (letter in _BRACKETS.values())
+        if letter in separators and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _items(text: str, separators: str = ",+") -> list[str]:
+    """The items of a list, with or without brackets; a comma at its end adds none."""
+    text = _unwrapped(text)
+    return [item.strip() for item in _split(text, separators) if item.strip()]
+
+
+def _unwrapped(text: str) -> str:
+    """Without the brackets around all of it."""
+    text = text.strip()
+    wrapped = text[:1] in ("(", "[") and text.endswith(_BRACKETS[text[0]])
+    if not wrapped:
+        return text
+    inner = text[1:-1]
+    depths, depth = [0], 0
+    for letter in inner:
+        depth += (letter in _BRACKETS) - (letter in _BRACKETS.values())
+        depths.append(depth)
+    return text if min(depths) < 0 else inner
+
+
+def _guess(text: str) -> Any:
+    """A value whose type nobody knows, such as an argument of a timm model."""
+    text = text.strip()
+    if text.lower() in _FLAGS or text.lower() in _NOTHING:
+        return _FLAGS.get(text.lower())
+    if _NUMBER.match(text):
+        return int(text) if text.lstrip("+-").isdecimal() else float(text)
+    if text.startswith("{"):
+        return _mapping(text)
+    items = _guess_items(text)
+    return _unquoted(text) if items is None else [_guess(item) for item in items]
+
+
+def _guess_items(text: str) -> list[str] | None:
+    """The items of what is written as a list; None for one value."""
+    if text[:1] in ("(", "[") or "," in text:
+        return _items(text, ",")
+    summands = text.split("+")
+    if len(summands) > 1 and all(_NUMBER.match(s) or _GRID.match(s) for s in summands):
+        return summands
+    return text.split("x") if _GRID.match(text) else None
+
+
+def _unquoted(text: str) -> str:
+    quoted = len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
+    return text[1:-1] if quoted else text
+
+
+def _mapping(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is no readable value: check its brackets") from error
+
+
+def read_value(value: Any, hint: Any, where: str) -> Any:
+    """Read a value by its type, from text or from what YAML made of it.
+
+    `where` names the field in error messages.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin is Annotated:
+        return read_value(value, parts[0], where)
+    if origin in (Union, UnionType):
+        return _read_any(value, parts, where)
+    if origin is tuple:
+        return _read_tuple(value, parts, where)
+    if origin is Literal:
+        return _read_word(value, parts, where)
+    return _read_plain(value, hint, where)
+
+
+def _read_any(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    nothing = value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
+    if nothing and NoneType in kinds and value not in words:
+        return None
+    problem: ValueError | None = None
+    for kind in kinds:
+        if kind is NoneType:
+            continue
+        try:
+            return read_value(value, kind, where)
+        except ValueError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _read_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    any_number = kinds[1:] == (...,)
+    if isinstance(value, str) and (any_number or len(_items(value, ",+x")) > 1):
+        value = _items(value, ",+" if any_number else ",+x")
+    elif any_number and isinstance(value, int | float) and not isinstance(value, bool):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where} is {value!r}, but must be a list")
+    values = cast("Sequence[Any]", value)
+    if any_number:
+        kinds = (kinds[0],) * len(values)
+    if len(values) != len(kinds):
+        raise ValueError(f"{where} has {len(values)} values, but must have {len(kinds)}")
+    return tuple(read_value(v, kind, where) for v, kind in zip(values, kinds, strict=True))
+
+
+def _read_word(value: Any, words: tuple[Any, ...], where: str) -> Any:
+    """One of some words; YAML reads 32 as a number and true as a flag where words are meant."""
+    text = str(value).lower() if isinstance(value, bool) else str(value).strip()
+    for word in words:
+        if str(word) == text:
+            return word
+    raise ValueError(f"{where} is {value!r}; choose from {', '.join(map(str, words))}")
+
+
+def _read_plain(value: Any, kind: type, where: str) -> Any:
+    if kind is bool and isinstance(value, str) and value.strip().lower() in _FLAGS:
+        return _FLAGS[value.strip().lower()]
+    if kind is bool or isinstance(value, bool):
+        fits = isinstance(value, kind) and (kind is bool or not issubclass(kind, int | float))
+    elif kind in (int, float):
+        return _read_number(value, kind, where)
+    elif kind is str:
+        fits = isinstance(value, str | int | float)
+        value = str(value) if fits else value
+    elif issubclass(kind, Path) and isinstance(value, str):
+        return kind(value)
+    else:
+        fits = isinstance(value, kind)
+    if fits:
+        return value
+    raise ValueError(f"{where} is {value!r}, but must be of type {kind.__name__}")
+
+
+def _read_number(value: Any, kind: type, where: str) -> Any:
+    """YAML reads 1e-3 as text, and 3 as a whole number where a float is meant."""
+    try:
+        number = kind(value)
+        if float(number) == float(value):
+            return number
+    except (TypeError, ValueError, OverflowError):
+        pass
+    said = "a whole number" if kind is int else "a number"
+    raise ValueError(f"{where} is {value!r}, but must be {said}")
+
+
+def changed(settings: T, changes: Mapping[str, Any], path: str = "") -> T:
+    """Change some fields of a (nested) frozen dataclass, each read by its type."""
+    kind = cast("type[Any]", type(settings))
+    hints, values = get_type_hints(kind), {}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for name, value in changes.items():
+        where = f"{path}{name}"
+        if name not in fields:
+            raise ValueError(f"{where} is no setting; {did_you_mean(str(name), fields)}")
+        before = getattr(settings, name)
+        if not dataclasses.is_dataclass(before) or isinstance(value, type(before)):
+            values[name] = value if value is before else read_value(value, hints[name], where)
+        elif isinstance(value, Mapping):
+            values[name] = changed(before, cast("Mapping[str, Any]", value), f"{where}.")
+        else:
+            raise ValueError(f"{where} is {value!r}, but must be a group of settings")
+    return dataclasses.replace(cast("Any", settings), **values)
+
+
+def plain(value: Any) -> Any:
+    """Turn dataclasses into dicts, tuples into lists and paths into text, for YAML and JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in cast("Sequence[Any]", value)]
+    return str(value) if isinstance(value, Path) else value
+
+
+def require_least(option: str, number: float | None, least: float = 1) -> None:
+    """Refuse a number that is too small, by the name of its option."""
+    if number is not None and not number >= least:
+        raise ValueError(f"--{option} is {number}: it must be at least {least}")
+
+
+# --- Methods -------------------------------------------------------------------------------------
+
+
+def split_methods(texts: Iterable[str], *others: str) -> list[str]:
+    """Split `tome,ltm:sites=3,5,ratio=0.5,ltmp` into methods, each with its settings.
+
+    `others` are further names that a command knows.
+    """
+    known = {*_method_types(), *ALIASES, *others}
+    found: list[str] = []
+    for part in (part.strip() for part in _split(",".join(texts), ",")):
+        head, colon, _ = part.partition(":")
+        starts = bool(colon) or (head in known) or not found
+        if starts or ("=" not in part and ":" not in found[-1]):
+            found += [part] if part else []
+        else:
+            found[-1] += f",{part}"
+    return found
+
+
+def require_method(text: str, *others: str) -> None:
+    """Refuse what is no method, nor one of the `others` that a command knows."""
+    known = [*_method_types(), *ALIASES, *others]
+    if text.partition(":")[0] not in known:
+        raise ValueError(f"method {text} is not known: choose from {', '.join(known)}")
+
+
+def method_config(
+    text: str,
+    ratio: float | None = None,
+    *,
+    per_block: float | None = None,
+    options: Iterable[str] = (),
+    **settings: Any,
+) -> MethodConfig:
+    """Read a method, `ltm`, `tome`, or with settings, `ltm:support=learned,sites=3,5,8`.
+
+    Args:
+        text: the method's name or alias, with settings after a colon.
+        ratio: share of the multiply-adds to keep, unless the settings say how much to merge.
+        per_block: goes before `ratio`, as it is more exact.
+        options: further `name=value` words.
+        settings: further settings as Python values; words go before them.
+    """
+    from ltm.methods import config_from_dict
+
+    require_method(text)
+    name, _, words = text.partition(":")
+    if name in ALIASES:
+        name, _, meant = ALIASES[name].partition(":")
+        words = f"{meant},{words}" if words else meant
+    types = _settings_types(_method_types()[name])
+    written = [words] if words else []
+    values = {**settings, **read_words([*written, *options], types, owner=name)}
+    if not {"ratio", "per_block", "counts"} & values.keys():
+        values |= {"ratio": ratio} if per_block is None else {"per_block": per_block}
+    return config_from_dict({"method": name, **values})
+
+
+def _method_types() -> dict[str, type[MethodConfig]]:
+    from ltm.methods import methods
+
+    return methods()
+
+
+def _settings_types(method: type[MethodConfig]) -> dict[str, Any]:
+    hints = get_type_hints(method)
+    return {field.name: hints[field.name] for field in dataclasses.fields(method)}
+
+
+# --- Networks ------------------------------------------------------------------------------------
+
+
+class SizeError(ValueError):
+    """A network that does not run on images of the size asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Which network, and whose weights."""
+
+    model: str | None = None
+    """timm's name of the network."""
+    pretrained: bool = False
+    """Take timm's own weights."""
+    weights: Path | None = None
+    """Take those of a file in timm's keys, .safetensors or .pth; nothing is unpickled."""
+    run: Path | None = None
+    """Take a saved network instead: a folder that ltm wrote."""
+    num_classes: int | None = None
+    """By default what the weights have."""
+    image_size: int | None = None
+    """By default what the model was made for."""
+    model_args: tuple[str, ...] = ()
+    """Further arguments of the model, such as depth=4."""
+
+    def load(
+        self, *, untrained: bool = False, merges: bool = False, say: Say = silent
+    ) -> nn.Module:
+        """Make the network, in evaluation mode.
+
+        Args:
+            untrained: allow a network without any weights, where only its speed matters.
+            merges: refuse a network that cannot be converted, before its weights are read.
+            say: is told which entry of a weights file was taken.
+        """
+        _check_positive(self.image_size)
+        if self.pretrained and self.weights is not None:
+            raise ValueError("pretrained and weights: give one of them, not both")
+        if self.run is not None:
+            refuse_given({"pretrained": self.pretrained, "weights": self.weights}, "a saved run")
+            return _load_run(self.run, self._host())
+        if self.model is None:
+            raise ValueError("model: give a timm name with --model, or a saved run with --run")
+        arguments = self.arguments()
+        _check_host(self.model, arguments, self.image_size, merges=merges)
+        if self.weights is not None:
+            built = self._with_weights(self.model, self.weights, say)
+        else:
+            if not (self.pretrained or untrained):
+                raise ValueError(
+                    f"model {self.model} has no weights yet: give --pretrained or --weights FILE"
+                )
+            resized = None
+            if self.image_size is not None and not self.pretrained:
+                resized = _create_resized(self.model, arguments, self.image_size)
+            built = resized or create_model(self.model, arguments, pretrained=self.pretrained)
+        _resize_(built, self.image_size)
+        _check_forward(built, self.image_size)
+        return built.eval()
+
+    def arguments(self) -> dict[str, Any]:
+        """What timm is told besides the name."""
+        arguments = read_words(self.model_args, owner="model_args")
+        if self.num_classes is not None:
+            arguments["num_classes"] = self.num_classes
+        return arguments
+
+    @property
+    def name(self) -> str:
+        """What to call the network."""
+        return self.model or (self.run.name if self.run is not None else "model")
+
+    @property
+    def origin(self) -> str:
+        """Whose weights these are."""
+        if self.run is not None:
+            return f"the saved network {self.run.name}"
+        return "timm's own" if self.pretrained else str(self.weights and self.weights.name)
+
+    def _host(self) -> nn.Module | None:
+        """The host of a saved run where its name is given; else the run says how to make it."""
+        if self.model is None:
+            shape = ("num_classes", "image_size", "model_args")
+            refuse_given({name: getattr(self, name) for name in shape}, "a saved run")
+            return None
+        host = create_model(self.model, self.arguments())
+        _resize_(host, self.image_size)
+        return host
+
+    def _with_weights(self, name: str, path: Path, say: Say) -> nn.Module:
+        from timm.models import get_pretrained_cfg
+
+        weights = read_weights(path, say)
+        known = get_pretrained_cfg(name)
+        classifier = None if known is None else known.classifier
+        head = classifier if isinstance(classifier, str) else (classifier or ("head",))[0]
+        bias = weights.get(f"{head}.bias")
+        if bias is not None and self.num_classes not in (None, len(bias)):
+            raise ValueError(
+                f"weights {path} are for {len(bias)} classes, but {self.num_classes} are asked "
+                "for: leave the number of classes out, or take other weights"
+            )
+        arguments = self.arguments()
+        if bias is not None:
+            arguments["num_classes"] = len(bias)
+        model = create_model(name, arguments)
+        # Weights trained at another size: a model of that size has their shapes.
+        if self.image_size is not None and _misfits(model, weights):
+            resized = _create_resized(name, arguments, self.image_size)
+            model = model if resized is None or _misfits(resized, weights) else resized
+        load_weights_(model, weights, f"weights {path} do not fit {name}")
+        return model
+
+
+def open_model(model: nn.Module | str | Path | ModelSource, **options: Any) -> nn.Module:
+    """Take a network as it is, or load it.
+
+    Args:
+        model: a network; a folder that `ltm.save` wrote; a timm name, which means timm's own
+            weights; or a `ModelSource`.
+        options: of `ModelSource.load`.
+    """
+    source = source_of(model)
+    return cast("nn.Module", model) if source is None else source.load(**options)
+
+
+def source_of(model: nn.Module | str | Path | ModelSource) -> ModelSource | None:
+    """Where a network comes from; None for one that is there already."""
+    if isinstance(model, ModelSource):
+        return model
+    if isinstance(model, str | Path):
+        if Path(model).is_dir():
+            return ModelSource(run=Path(model))
+        return ModelSource(model=str(model), pretrained=True)
+    return None
+
+
+def refuse_given(options: Mapping[str, object], owner: str) -> None:
+    """Refuse options that would be ignored, since their owner says it all."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"--{name.replace('_', '-')}: {owner} has its own; leave it out")
+
+
+def create_model(
+    name: str, arguments: Mapping[str, Any] | None = None, *, pretrained: bool = False
+) -> nn.Module:
+    """Make a timm model, which remembers its arguments for `ltm.save`."""
+    import timm
+
+    from ltm.api.deployment import remember_arguments
+
+    check_name(name)
+    try:
+        model = timm.create_model(name, pretrained=pretrained, **(arguments or {}))
+        return remember_arguments(model, arguments or {})
+    except TypeError as error:
+        raise ArgumentsError(f"model {name} does not take these arguments: {error}") from error
+    except Exception as error:  # networks and hubs fail in ways of their own
+        if pretrained:
+            raise ValueError(
+                f"the pretrained weights of {name} could not be fetched ({first_line(error)}): "
+                "check the network, or give --weights FILE"
+            ) from error
+        raise ValueError(f"model {name} cannot be made: {first_line(error)}") from error
+
+
+class ArgumentsError(ValueError):
+    """Arguments that a timm model does not have."""
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that timm does not know, and say which it may have meant."""
+    import timm
+
+    if name.startswith("ltm_"):
+        import ltm.zoo  # noqa: F401 - registers its names
+    architecture = name.partition(".")[0]
+    if ":" in name or timm.is_model(architecture):
+        return
+    close = closest(architecture, timm.list_models())
+    hint = f"did you mean {', '.join(close)}?" if close else "timm.list_models() names them"
+    raise ValueError(f"model {name} is not known to timm; {hint}")
+
+
+def _load_run(run: Path, host: nn.Module | None) -> nn.Module:
+    from safetensors import SafetensorError
+
+    from ltm.api import load
+
+    if not run.is_dir():
+        raise FileNotFoundError(f"run is {run}: there is no such folder")
+    try:
+        return load(run, host)
+    except SafetensorError as error:
+        raise ValueError(f"run {run} has damaged weights ({error}): save it again") from error
+
+
+def _create_resized(name: str, arguments: Mapping[str, Any], size: int) -> nn.Module | None:
+    try:
+        return create_model(name, {**arguments, "img_size": size})
+    except ValueError:
+        return None
+
+
+def _resize_(model: nn.Module, image_size: int | None) -> None:
+    """Take another input size; what takes any size, as convolutional stems do, notes it down."""
+    if image_size is None:
+        return
+    host: Any = model
+    built = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if built is None:
+        known = getattr(model, "pretrained_cfg", None) or {}
+        host.pretrained_cfg = {**known, "input_size": (3, image_size, image_size)}
+        return
+    _check_patches(model, image_size)
+    if tuple(built) == (image_size, image_size):
+        return
+    if not hasattr(model, "set_input_size"):
+        raise ValueError(f"--image-size is {image_size}: this model takes only {built[0]}")
+    try:
+        host.set_input_size(img_size=(image_size, image_size))
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise _size_refused(image_size) from error
+
+
+# --- What is wrong with a name or a size, said before any weights are read -----------------------
+
+
+def _check_host(
+    name: str, arguments: Mapping[str, Any], image_size: int | None, *, merges: bool
+) -> None:
+    """Refuse a name that timm does not know, a size that does not fit and what cannot merge."""
+    check_name(name)
+    outline = _outline(name, arguments)
+    if outline is None:
+        return
+    if merges:
+        from ltm.adapters.base import select_adapter
+
+        select_adapter(outline)
+    _check_patches(outline, image_size)
+
+
+def _outline(name: str, arguments: Mapping[str, Any]) -> nn.Module | None:
+    """The network without any values, which takes no time; None if that cannot be had."""
+    import timm
+    import torch
+
+    if ":" in name or name.startswith("ltm_"):  # the one is on a hub, the other converted already
+        return None
+    try:
+        with torch.device("meta"):
+            return timm.create_model(name, **arguments)
+    except Exception:  # noqa: BLE001 - making it in earnest says what is wrong
+        return None
+
+
+def _check_positive(image_size: int | None) -> None:
+    if image_size is not None and image_size < 1:
+        raise ValueError(f"--image-size is {image_size}: it must be at least 1")
+
+
+def _check_patches(model: nn.Module, image_size: int | None) -> None:
+    """Refuse a size of which patches would be cut off; what a network was made for is fine."""
+    embedding: Any = getattr(model, "patch_embed", None)
+    sides = getattr(embedding, "patch_size", None)
+    if image_size is None or not isinstance(sides, tuple):
+        return
+    built = tuple(getattr(embedding, "img_size", None) or ())
+    if built == (image_size, image_size) or getattr(embedding, "dynamic_img_pad", False):
+        return
+    multiple = math.lcm(*cast("tuple[int, ...]", sides))
+    if image_size % multiple:
+        raise SizeError(
+            f"--image-size is {image_size}: it must be a multiple of {multiple}, the side of this "
+            "network's patches"
+        )
+
+
+def _check_forward(model: nn.Module, image_size: int | None) -> None:
+    """Refuse a size at which the network fails, for one whose shapes can be told in advance."""
+    from ltm.adapters.base import select_adapter
+    from ltm.core.cost import meta_copy, meta_images, run_on_meta
+
+    if image_size is None:
+        return
+    try:
+        select_adapter(model)
+    except ValueError:
+        return
+    try:
+        run_on_meta(meta_copy(model), meta_images(model, (image_size, image_size)))
+    except (RuntimeError, AssertionError, ValueError, ZeroDivisionError) as error:
+        raise _size_refused(image_size) from error
+
+
+def _size_refused(image_size: int) -> SizeError:
+    return SizeError(
+        f"--image-size is {image_size}: this network cannot take it; leave it out, or give a "
+        "multiple of 32"
+    )
+
+
+# --- Weights: read without unpickling, and loaded strictly or not at all -------------------------
+
+_ENTRIES = {
+    "state_dict_ema": "the moving average of the weights",
+    "model_ema": "the moving average of the weights",
+    "state_dict": "the weights",
+    "model": "the weights",
+}
+"""Where others keep a state dict in their checkpoints; averaged weights go first."""
+_PREFIXES = ("module.", "_orig_mod.")
+_PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
+
+
+def read_weights(path: Path, say: Say = silent) -> dict[str, Tensor]:
+    """Read a state dict in float32, whatever it is stored in; nothing but tensors is unpickled.
+
+    `say` is told which entry of a checkpoint was taken.
+    """
+    import torch
+
+    stored = _read_file(path)
+    for entry, content in _ENTRIES.items():
+        if isinstance(stored, Mapping) and isinstance(stored.get(entry), Mapping):
+            stored = stored[entry]
+            say(f"Weights: {content}, entry {entry} of {path.name}")
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"weights {path} hold a {type(stored).__name__}, not a state dict")
+    return {
+        _bare(name): value.float() if value.is_floating_point() else value
+        for name, value in cast("Mapping[str, Any]", stored).items()
+        if torch.is_tensor(value)
+    }
+
+
+def _read_file(path: Path) -> Any:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise FileNotFoundError(f"weights is {path}: there is no such file")
+    suffix = path.suffix.lower()
+    if suffix not in (".safetensors", *_PICKLED):
+        known = ", ".join((".safetensors", *_PICKLED))
+        raise ValueError(f"weights is {path}: its name must end in one of {known}")
+    try:
+        if suffix == ".safetensors":
+            return load_file(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files that are refused in a moment
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        raise ValueError(
+            f"weights {path} cannot be read ({first_line(error)}): the file is damaged, or holds "
+            "more than tensors; copy it again or save its state dict"
+        ) from error
+
+
+def _bare(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def load_weights_(
+    model: nn.Module, weights: Mapping[str, Tensor], problem: str, *, new_head: bool = False
+) -> list[str]:
+    """Load weights strictly, or say what does not fit, and change nothing.
+
+    Args:
+        model: takes the weights; mergers that the file knows nothing of stay as they are.
+        weights: in the model's keys.
+        problem: how the error begins.
+        new_head: leave a head for other classes out, so that it starts anew.
+
+    Returns:
+        What was left out.
+    """
+    left_out: list[str] = []
+    if new_head:
+        own, head = model.state_dict(), head_parameters(model)
+        left_out = [n for n in weights if n in head and weights[n].shape != own[n].shape]
+        weights = {name: value for name, value in weights.items() if name not in left_out}
+    found = [line for line in _misfits(model, weights) if line.split(" ", 1)[0] not in left_out]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"{problem}: {'; '.join(found[:3])}{more}; name the model that they were saved from"
+        )
+    model.load_state_dict(weights, strict=False)
+    return left_out
+
+
+def _misfits(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
+    """What keeps weights from loading strictly."""
+    own = model.state_dict()
+    missing = [n for n in own if n not in weights and ".merger." not in n]
+    unknown = [n for n in weights if n not in own]
+    shapes = [
+        f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    return [
+        *shapes,
+        *(f"{name} is missing" for name in missing),
+        *(f"{name} is unknown" for name in unknown),
+    ]
+
+
+def head_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the classifier's parameters."""
+    named: Any = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    prefixes = tuple(f"{name}." for name in ([named] if isinstance(named, str) else named))
+    return frozenset(n for n, _ in model.named_parameters() if n.startswith(prefixes))
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's first line, which fits into a sentence."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+# --- Classes -------------------------------------------------------------------------------------
+
+
+def num_classes_of(model: nn.Module) -> int:
+    """The number of classes of a model; none is an error."""
+    number = int(getattr(model, "num_classes", 0) or 0)
+    if number == 0:
+        raise ValueError("model: it has no classes to evaluate; take one with a head")
+    return number
+
+
+def check_classes(model: nn.Module, class_names: Sequence[str], source: str) -> None:
+    """Refuse data whose labels are not the model's classes.
+
+    Fewer classes than the model's are fine where folders are named by class index (0000, 0001).
+    """
+    from ltm.api.deployment import telling_names
+
+    number = num_classes_of(model)
+    found = len(class_names)
+    numbered = telling_names(class_names) is None
+    if found == number or (found < number and numbered):
+        return
+    raise ValueError(
+        f"{source} has {found} classes, but the model has {number}: take weights for {found} "
+        "classes, or name the folders by the model's class indices (0000, 0001, ...)"
+    )
