@@ -10,7 +10,7 @@ from torch import nn
 from ltm.api import freeze_, is_merging
 from ltm.evaluation.bottleneck import measure_bottleneck
 from ltm.evaluation.latency import DTYPES
-from ltm.evaluation.runners import MODES, Runner, at_its_best_
+from ltm.evaluation.modes import MODES, Runner, use_fast_paths_
 from ltm.evaluation.timing import interleaved
 from ltm.files import write_bytes
 from ltm.report.groups import merging_blocks
@@ -48,7 +48,7 @@ def race(job: Race, context: Context) -> dict[str, Any]:
         try:
             if is_merging(model):
                 freeze_(model)
-            at_its_best_(model)
+            use_fast_paths_(model)
             run = _runner(model.to(dtype), job.mode, images)
             run(images)
             runners[name] = run, getattr(run, "images", images)

@@ -46,6 +46,31 @@ def locked(path: Path, timeout: float = -1) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def shared_lock(path: Path, *, exclusive: bool) -> Iterator[bool]:
+    """Hold the file `path` together with others, or alone; yields whether it had to wait for that.
+
+    Where the system has no such locks (Windows), nobody waits.
+    """
+    try:
+        import fcntl
+    except ImportError:  # pragma: no cover
+        yield False
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind, waited = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, False
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = True
+            fcntl.flock(file, kind)
+        try:
+            yield waited
+        finally:  # at once: child processes may have inherited the open file
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def check_folder(
     output: Path | None,
     *,

@@ -12,10 +12,10 @@ import torch
 import ltm
 from ltm.cli import main
 from ltm.cli.benchmark import _leave_room  # pyright: ignore[reportPrivateUsage]
-from ltm.cli.entrants import Paddock, timed_entrant
+from ltm.cli.candidates import Paddock, timed_candidate
 from ltm.cli.races import Results
 from ltm.evaluation import latency
-from ltm.evaluation.turns import Turns
+from ltm.evaluation.timing import TimingLock
 from ltm.models import ModelSource
 
 pytestmark = pytest.mark.slow
@@ -197,9 +197,9 @@ def test_networks_are_made_while_nobody_is_timed(monkeypatch: pytest.MonkeyPatch
         return call
 
     for name in ("preparing", "timing"):
-        monkeypatch.setattr(Turns, name, staged(name))
+        monkeypatch.setattr(TimingLock, name, staged(name))
     monkeypatch.setattr("ltm.cli.benchmark.Paddock", noted("placed", Paddock))
-    monkeypatch.setattr("ltm.cli.entrants.timed_entrant", noted("converted", timed_entrant))
+    monkeypatch.setattr("ltm.cli.candidates.timed_candidate", noted("converted", timed_candidate))
     monkeypatch.setattr(latency, "interleaved", noted("timed", latency.interleaved))
     options = ["--methods", "ltm", "--ratio", "0.85", "--batch-sizes", "1"]
     assert main(["benchmark", *QUICK, *options]) == 0

@@ -324,7 +324,7 @@ def test_ctrl_c_while_timing_keeps_the_rest(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ltm.evaluation.latency.race", stop)
+    monkeypatch.setattr("ltm.evaluation.latency.measure_latency", stop)
     assert interrupted_run(place, tmp_path, "--time-batches", "1") == 130
     metrics = read(tmp_path)
     assert metrics["interrupted"] == "timing"

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import ltm
 from evaluation_worker import small_vit
-from ltm.evaluation import runners
+from ltm.evaluation import modes
 from ltm.evaluation.cost import measured_gmacs
 from ltm.evaluation.environment import describe
-from ltm.evaluation.latency import BASE, Conditions, Entrant, Timing, did_not_run, race
-from ltm.evaluation.runners import TrainingStep, fuse_attention_
-from ltm.evaluation.tables import TimingFile
+from ltm.evaluation.latency import BASE, Candidate, Conditions, Timing, did_not_run, measure_latency
+from ltm.evaluation.modes import TrainingStep, fuse_attention_
+from ltm.evaluation.records import TimingFile
 from ltm.methods import MethodConfig
 
 pytestmark = pytest.mark.slow
@@ -44,15 +44,15 @@ class Refusing(Tiny):
         raise RuntimeError("out of memory\nwith a long story")
 
 
-def entrants(**models: nn.Module) -> list[Entrant]:
-    return [Entrant(method=name, model=model, gmacs=1.0) for name, model in models.items()]
+def candidates(**models: nn.Module) -> list[Candidate]:
+    return [Candidate(method=name, model=model, gmacs=1.0) for name, model in models.items()]
 
 
 def test_every_entrant_gets_a_row_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_cheaply = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compile_cheaply)
     conditions = Conditions(**QUICK, batch_size=2)
-    rows = race(entrants(base=Tiny(), other=Tiny()), conditions, ["eager", "compiled"])
+    rows = measure_latency(candidates(base=Tiny(), other=Tiny()), conditions, ["eager", "compiled"])
     assert [(row.method, row.mode) for row in rows] == [
         (method, mode) for method in (BASE, "other") for mode in ("eager", "compiled")
     ]
@@ -70,8 +70,8 @@ def test_every_entrant_gets_a_row_in_every_mode(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_that_fails_does_not_stop_the_others() -> None:
-    models = entrants(base=Tiny(), broken=Refusing(), other=Tiny())
-    rows = race(models, Conditions(**QUICK, batch_size=2), ["eager", "cudagraph"])
+    models = candidates(base=Tiny(), broken=Refusing(), other=Tiny())
+    rows = measure_latency(models, Conditions(**QUICK, batch_size=2), ["eager", "cudagraph"])
     by_name = {(row.method, row.mode): row for row in rows}
     assert by_name["broken", "eager"].error == "RuntimeError: out of memory"
     assert by_name["broken", "eager"].verdict == "did not run"
@@ -82,7 +82,7 @@ def test_one_that_fails_does_not_stop_the_others() -> None:
 
 def test_noise_has_the_channels_that_the_network_takes() -> None:
     grey = timm.create_model("vit_tiny_patch16_224", in_chans=1, img_size=64, depth=1)
-    (row,) = race(entrants(base=grey), Conditions(**QUICK, batch_size=2))
+    (row,) = measure_latency(candidates(base=grey), Conditions(**QUICK, batch_size=2))
     assert not row.error
 
 
@@ -100,8 +100,8 @@ class Explaining(Tiny):
 
 
 def test_a_row_names_the_cause_in_one_plain_line() -> None:
-    models = entrants(base=Tiny(), wrapping=Wrapping(), explaining=Explaining())
-    _, wrapping, explaining = race(models, Conditions(**QUICK, batch_size=2))
+    models = candidates(base=Tiny(), wrapping=Wrapping(), explaining=Explaining())
+    _, wrapping, explaining = measure_latency(models, Conditions(**QUICK, batch_size=2))
     assert wrapping.error == "NotImplementedError: no function for aten.sort"
     assert explaining.error == "it cannot be captured"
 
@@ -112,7 +112,7 @@ def test_a_race_leaves_the_networks_alone() -> None:
     before = copy.deepcopy(model.state_dict())
     for scope in ("model", "training"):
         conditions = Conditions(**QUICK, batch_size=2, dtype="bf16", scope=scope)
-        rows = race(entrants(base=small_vit(), tome=model), conditions)
+        rows = measure_latency(candidates(base=small_vit(), tome=model), conditions)
         assert all(row.milliseconds for row in rows), rows
     assert not model.training
     for name, value in model.state_dict().items():
@@ -123,24 +123,24 @@ def test_a_race_leaves_the_networks_alone() -> None:
 def test_end_to_end_goes_through_the_loader() -> None:
     loader = [(torch.randn(2, 3, 64, 64), torch.zeros(2)) for _ in range(3)]
     conditions = Conditions(**QUICK, batch_size=2, scope="end-to-end")
-    rows = race(entrants(base=Tiny(), other=Tiny()), conditions, loader=loader)
+    rows = measure_latency(candidates(base=Tiny(), other=Tiny()), conditions, loader=loader)
     assert all(row.milliseconds for row in rows)
     with pytest.raises(ValueError, match="needed for scope end-to-end"):
-        race(entrants(base=Tiny()), conditions)
+        measure_latency(candidates(base=Tiny()), conditions)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"entrants": entrants(other=Tiny())}, "one of them must be 'base'"),
+        ({"candidates": candidates(other=Tiny())}, "one of them must be 'base'"),
         ({"modes": ["fast"]}, "mode is fast: it must be one of eager"),
         ({"images": torch.zeros(3, 3, 64, 64)}, "got 3; the batch size is 2"),
     ],
 )
 def test_bad_races_are_refused(change: dict[str, Any], sentence: str) -> None:
-    good: dict[str, Any] = {"entrants": entrants(base=Tiny()), "modes": ["eager"]}
+    good: dict[str, Any] = {"candidates": candidates(base=Tiny()), "modes": ["eager"]}
     with pytest.raises(ValueError, match=sentence):
-        race(conditions=Conditions(**QUICK, batch_size=2), **{**good, **change})
+        measure_latency(conditions=Conditions(**QUICK, batch_size=2), **{**good, **change})
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_onnxruntime_says_what_torch_says(
         if isinstance(config, ltm.LTM):
             ltm.collect_statistics_(model, [images])
         ltm.freeze_(model)
-    run = runners.OnnxForward(model, images)
+    run = modes.OnnxForward(model, images)
     with torch.no_grad():
         torch.testing.assert_close(
             torch.from_numpy(run(images)), model(images), atol=1e-4, rtol=1e-4
@@ -208,7 +208,7 @@ def test_onnxruntime_takes_networks_with_fused_attention_and_leaves_it_on(
     pytest.importorskip("onnxscript")
     swin, images = small_swin(), torch.randn(2, 3, 56, 56)
     fuse_attention_(swin)
-    run = runners.OnnxForward(swin, images)
+    run = modes.OnnxForward(swin, images)
     assert all(m.fused_attn for m in swin.modules() if hasattr(m, "fused_attn"))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -300,7 +300,9 @@ class TestOnCuda:
         ltmp = small_vit()
         ltm.merge_tokens_(ltmp, ltm.LTMP(ratio=0.9, merge_threshold=0.5))
         conditions = Conditions(**QUICK, batch_size=4, device="cuda", dtype="fp16")
-        rows = race(entrants(base=small_vit(), ltmp=ltmp), conditions, ["eager", "cudagraph"])
+        rows = measure_latency(
+            candidates(base=small_vit(), ltmp=ltmp), conditions, ["eager", "cudagraph"]
+        )
         by_name = {(row.method, row.mode): row for row in rows}
         assert "cannot be captured" in by_name["ltmp", "cudagraph"].error
         assert by_name["ltmp", "eager"].milliseconds

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ltm.api import freeze_, merge_tokens_
 from ltm.calibration.result import CalibrationResult
-from ltm.evaluation.runners import MODES
+from ltm.evaluation.modes import MODES
 from ltm.evaluation.timing import interleaved
 from ltm.methods.ltm import LTM
 

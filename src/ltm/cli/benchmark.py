@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ltm.cli.entrants import PUBLISHED_TOME, Images, Paddock, check_methods
+from ltm.cli.candidates import PUBLISHED_TOME, Images, Paddock, check_methods
 from ltm.cli.races import Grid, Results
 from ltm.files import check_folder
 from ltm.models import (
@@ -92,7 +92,7 @@ def benchmark(
     import torch
 
     from ltm.evaluation.latency import DTYPES
-    from ltm.evaluation.runners import MODES
+    from ltm.evaluation.modes import MODES
     from ltm.processes import local_device
 
     _check_output(output, resume=resume, overwrite=overwrite)
@@ -136,7 +136,7 @@ def benchmark(
                 refused = grid.conditions(name, (image_size, image_size), str(where))
                 results.refuse(refused, wanted_modes, str(error))
                 continue
-            with results.turns.preparing():
+            with results.lock.preparing():
                 paddock = Paddock(base, wanted, ratio, where, images)
             for conditions in grid.conditions(name, paddock.image_size, str(where)):
                 if minutes is not None and time.monotonic() - began > 60 * minutes:

@@ -73,10 +73,10 @@ class Measurements:
     def measure_time(self, name: str, batch_sizes: Sequence[int]) -> None:
         """Race all networks, on real images."""
         from ltm.api import image_size_of
-        from ltm.evaluation.latency import Conditions, Entrant, race
+        from ltm.evaluation.latency import Candidate, Conditions, measure_latency
 
         weight = next(self.models[BASE].parameters())
-        entrants = [Entrant(method=method, model=model) for method, model in self.models.items()]
+        candidates = [Candidate(method=name, model=model) for name, model in self.models.items()]
         for batch_size in batch_sizes:
             self.say(f"Timing batches of {batch_size}")
             conditions = Conditions(
@@ -87,7 +87,7 @@ class Measurements:
             )
             images = self.sample(batch_size)
             images = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
-            self.timings += race(entrants, conditions, images=images)
+            self.timings += measure_latency(candidates, conditions, images=images)
 
     def sample(self, number: int) -> Tensor:
         """The first images of a selection that is spread over the data."""

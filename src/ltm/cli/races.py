@@ -8,10 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.entrants import Paddock
+from ltm.cli.candidates import Paddock
 
 if TYPE_CHECKING:
-    from ltm.evaluation.latency import Conditions, Entrant, Timing
+    from ltm.evaluation.latency import Candidate, Conditions, Timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,14 @@ class Results:
         self, output: Path | None, device: Any, *, keep: bool, settings: dict[str, object]
     ) -> None:
         from ltm.evaluation.environment import describe
-        from ltm.evaluation.tables import TimingFile
-        from ltm.evaluation.turns import Turns
+        from ltm.evaluation.records import TimingFile
+        from ltm.evaluation.timing import TimingLock
 
         path = None if output is None else output / "metrics.json"
         self.file = TimingFile(path, keep=keep)
         self.environment = describe(device)
         self.file.start_run(self.environment, settings)
-        self.turns = Turns(None if path is None else path.with_suffix(".turns"))
+        self.lock = TimingLock(None if path is None else path.with_suffix(".timing"))
         self.output = output
         self._ran: list[bool] = []
         packages = ", ".join(f"{n} {v}" for n, v in self.environment.packages.items())
@@ -66,32 +66,32 @@ class Results:
 
     def race(self, paddock: Paddock, conditions: Conditions, modes: Sequence[str]) -> None:
         """Race whatever is not in the file yet, together with the base."""
-        from ltm.evaluation.latency import BASE, did_not_run, race
+        from ltm.evaluation.latency import BASE, did_not_run, measure_latency
 
         training = conditions.scope == "training"
-        with self.turns.preparing():
-            ready, rows = [paddock.entrant(BASE, training=training)], []
+        with self.lock.preparing():
+            ready, rows = [paddock.candidate(BASE, training=training)], []
             for method in paddock.methods:
                 try:
-                    entrant = paddock.entrant(method, training=training)
+                    candidate = paddock.candidate(method, training=training)
                 except ValueError as error:
                     ratio = paddock.ratio_of(method)
                     rows += did_not_run(method, ratio, conditions, modes, str(error))
                     continue
-                if not self._held(entrant, conditions, modes):
-                    ready.append(entrant)
+                if not self._held(candidate, conditions, modes):
+                    ready.append(candidate)
             images = paddock.batch(conditions.batch_size) if len(ready) > 1 else None
         rows = [row for row in rows if not self.file.holds(row, self.environment.device)]
         self._announce(conditions)
         if images is not None:
             end_to_end = conditions.scope == "end-to-end"
-            rows += race(
+            rows += measure_latency(
                 ready,
                 conditions,
                 modes,
                 images=images,
                 loader=paddock.loader(conditions.batch_size) if end_to_end else None,
-                turns=self.turns,
+                lock=self.lock,
             )
         elif not rows:
             print("  measured before", flush=True)
@@ -120,10 +120,10 @@ class Results:
         for row in rows:
             print(f"  {_line(row)}", flush=True)
 
-    def _held(self, entrant: Entrant, conditions: Conditions, modes: Sequence[str]) -> bool:
+    def _held(self, candidate: Candidate, conditions: Conditions, modes: Sequence[str]) -> bool:
         from ltm.evaluation.latency import did_not_run
 
-        rows = did_not_run(entrant.method, entrant.ratio, conditions, modes, "")
+        rows = did_not_run(candidate.method, candidate.ratio, conditions, modes, "")
         return all(self.file.holds(row, self.environment.device) for row in rows)
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from ltm.api import conversion_of, load, report, save
-from ltm.deployment.extras import optional
 from ltm.deployment.information import ModelInformation, describe
+from ltm.extras import require
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 
@@ -104,7 +104,7 @@ def push_to_hub(
 
     `token` is by default the one that `hf auth login` keeps.
     """
-    hub = optional("huggingface_hub")
+    hub = require("huggingface_hub")
     api: Any = hub.HfApi(token=token, library_name="ltm")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -127,7 +127,7 @@ def load_from_hub(
 
     `model` is the host, where timm cannot make it by itself.
     """
-    hub = optional("huggingface_hub")
+    hub = require("huggingface_hub")
     folder = hub.snapshot_download(
         repository, revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS]
     )

@@ -10,8 +10,8 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from ltm.core.translation import to_onnx
-from ltm.deployment.extras import optional
 from ltm.deployment.information import ModelInformation
+from ltm.extras import require
 
 SUFFIX = ".onnx"
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
@@ -22,7 +22,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 def save_onnx(program: ExportedProgram, path: Path, information: ModelInformation) -> Path:
     """Write a traced network as ONNX with everything needed to use it in its metadata."""
     for package in ("onnx", "onnxscript"):
-        optional(package)
+        require(package, extra="export")
     exported = to_onnx(program, input_names=[INPUT], output_names=[OUTPUT])
     graph_model: Any = exported.model
     _name_nodes_(graph_model)
@@ -50,7 +50,7 @@ def _name_nodes_(model: Any) -> None:
 
 
 def _name_batch_(model: Any) -> None:
-    ir = optional("onnx_ir")
+    ir = require("onnx_ir", extra="export")
     traced = model.graph.inputs[0].shape[0]
     outputs = [value for node in model.graph for value in node.outputs]
     for value in (*model.graph.inputs, *outputs):

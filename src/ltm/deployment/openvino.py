@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltm.deployment.extras import optional
+from ltm.extras import require
 
 SUFFIX = ".xml"
 
 
 def save_openvino(source: Path, target: Path) -> Path:
     """Convert an ONNX file; weights go beside the .xml, with the ending .bin, in float32."""
-    openvino = optional("openvino")
+    openvino = require("openvino")
     openvino.save_model(openvino.convert_model(str(source)), str(target), compress_to_fp16=False)
     return target
 
@@ -24,7 +24,7 @@ class OpenVinoModel:
     """An OpenVINO file on the processor: scores from images."""
 
     def __init__(self, path: Path) -> None:
-        openvino = optional("openvino")
+        openvino = require("openvino")
         # Reduced precision is the default on some processors.
         settings = {"INFERENCE_PRECISION_HINT": "f32"}
         self._compiled: Any = openvino.Core().compile_model(str(path), "CPU", settings)

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from ltm.deployment.extras import optional
 from ltm.deployment.onnx import INPUT
+from ltm.extras import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def quantise_onnx(
 
     `calibration` gives batches of images of the kind that the network will see, without labels.
     """
-    onnx, ort = optional("onnx"), optional("onnxruntime.quantization")
+    onnx, ort = require("onnx", extra="export"), require("onnxruntime.quantization", extra="export")
     model = onnx.load(str(source))
     kinds = ["MatMul", "Gemm", *(["Conv"] if recipe.convolutions else [])]
     layers = _layers(model, kinds, recipe)
@@ -105,7 +105,7 @@ def quantise_torch_(model: nn.Module, recipe: Int8) -> int:
 
     Weights per channel, activations per token while it runs: it needs no calibration images.
     """
-    torchao = optional("torchao.quantization")
+    torchao = require("torchao.quantization", extra="export")
     stored = {path for path in _linears(model) if path.endswith(recipe.weights_only or ("\0",))}
     computed = _linears(model) - stored
     if not computed:
@@ -138,7 +138,10 @@ def _layers(model: Any, kinds: list[str], recipe: Int8) -> _Layers:
 
 def _store_as_int8_(model: Any, name: str) -> None:
     """Keep the weights of a product as int8, one scale per output channel, and compute in float."""
-    helper, numpy_helper = optional("onnx.helper"), optional("onnx.numpy_helper")
+    helper, numpy_helper = (
+        require("onnx.helper", extra="export"),
+        require("onnx.numpy_helper", extra="export"),
+    )
     place, node = next((i, n) for i, n in enumerate(model.graph.node) if n.name == name)
     weight = next(w for w in model.graph.initializer if w.name == node.input[1])
     values = numpy_helper.to_array(weight)

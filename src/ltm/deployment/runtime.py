@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltm.deployment.extras import optional
 from ltm.deployment.information import ModelInformation
+from ltm.extras import require
 
 
 class OnnxModel:
     """An ONNX file of `ltm export` in ONNX Runtime on the processor: scores from images."""
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
-        onnxruntime = optional("onnxruntime")
+        onnxruntime = require("onnxruntime", extra="export")
         if not path.is_file():
             raise FileNotFoundError(f"model is {path}: there is no such file")
         options = onnxruntime.SessionOptions()

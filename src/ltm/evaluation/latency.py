@@ -1,4 +1,8 @@
-"""Time, throughput and memory of networks against the untouched one, in one interleaved run."""
+"""Latency, throughput and memory of networks against the untouched one, timed in turn.
+
+`measure_latency` takes candidates (networks) and conditions (batch, precision, device) and returns
+one `Timing` for each candidate in each mode of `modes.MODES`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ltm.core.cost import channels_of
-from ltm.evaluation.runners import (
+from ltm.evaluation.modes import (
     MODES,
     Runner,
     TrainingStep,
-    at_its_best_,
     peak_memory_mib,
+    use_fast_paths_,
 )
-from ltm.evaluation.timing import Estimate, interleaved, speedup, spread, verdict
-from ltm.evaluation.turns import Turns
+from ltm.evaluation.timing import Estimate, TimingLock, interleaved, speedup, spread, verdict
 
 BASE = "base"
 """The method's name of the untouched network."""
@@ -43,8 +46,8 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Entrant:
-    """A network in the race. Its own weights are not touched: copies run."""
+class Candidate:
+    """A network to time. A copy runs: its own weights stay as they are."""
 
     method: str
     model: nn.Module
@@ -55,7 +58,7 @@ class Entrant:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What all entrants of a race have in common."""
+    """What all candidates of a comparison have in common."""
 
     model: str
     image_size: tuple[int, int]
@@ -76,7 +79,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One entrant in one mode. Times are per batch; intervals of ratios are 95%."""
+    """One candidate in one mode. Times are per batch; intervals of ratios are 95%."""
 
     model: str
     method: str
@@ -95,7 +98,7 @@ class Timing:
     """Against the untouched network in the same mode."""
     speedup_interval: tuple[float, float] | None = None
     best_speedup: float | None = None
-    """Against the untouched network in its own fastest mode of this race."""
+    """Against the untouched network in its own fastest mode of this comparison."""
     best_speedup_interval: tuple[float, float] | None = None
     verdict: str = ""
     peak_memory_mib: float | None = None
@@ -105,58 +108,62 @@ class Timing:
 
 
 @dataclass(eq=False)
-class _Lane:
-    """An entrant made ready in one mode, or the reason why it could not be."""
+class _Run:
+    """A candidate ready to run in one mode, or the reason why it is not."""
 
-    entrant: Entrant
+    candidate: Candidate
     mode: str
-    run: Runner | None = None
+    call: Runner | None = None
     memory: float | None = None
     error: str = ""
     times: list[float] = field(default_factory=list)
 
 
-def race(
-    entrants: Sequence[Entrant],
+def measure_latency(
+    candidates: Sequence[Candidate],
     conditions: Conditions,
     modes: Sequence[str] = ("eager",),
     *,
     images: Tensor | None = None,
     loader: Batches | None = None,
-    turns: Turns | None = None,
+    lock: TimingLock | None = None,
 ) -> list[Timing]:
-    """Time all entrants in all modes in turn; one of them must be the `BASE`.
+    """Time all candidates in all modes in interleaved rounds; one of them must be the `BASE`.
 
-    `images` is the batch that all see (noise unless given). End to end, each turn goes through
-    `loader`, whose batches must all have the race's size. An entrant that cannot run, for want of
-    memory say, gets a row that says so, and the others go on. Races that share `turns` do not
-    disturb each other.
+    `images` is the batch that all of them see (noise unless given). For scope "end-to-end" one call
+    goes through `loader`, whose batches must all have the size of `conditions`. A candidate that
+    cannot run, such as for lack of memory, gets a row that says so; the others go on. Processes
+    that share a `lock` prepare side by side and are timed one at a time.
     """
-    if not any(entrant.method == BASE for entrant in entrants):
-        raise ValueError(f"entrants: one of them must be {BASE!r}, the untouched network")
+    if not any(candidate.method == BASE for candidate in candidates):
+        raise ValueError(f"candidates: one of them must be {BASE!r}, the untouched network")
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"mode is {mode}: it must be one of {', '.join(MODES)}")
     if (conditions.scope == "end-to-end") != (loader is not None):
         raise ValueError("loader: it is needed for scope end-to-end, and for no other")
-    turns = turns or Turns()
+    lock = lock or TimingLock()
     torch.compiler.reset()
-    with turns.preparing():
-        batch = _batch(conditions, images, channels_of(entrants[0].model))
-        lanes = [lane for entrant in entrants for lane in _lanes(entrant, conditions, modes, batch)]
+    with lock.preparing():
+        batch = _batch(conditions, images, channels_of(candidates[0].model))
+        runs = [
+            run
+            for candidate in candidates
+            for run in _prepared(candidate, conditions, modes, batch)
+        ]
     calls = {
-        str(index): _turn(lane.run, batch, loader)
-        for index, lane in enumerate(lanes)
-        if lane.run is not None
+        str(index): _turn(run.call, batch, loader)
+        for index, run in enumerate(runs)
+        if run.call is not None
     }
-    with turns.timing():
+    with lock.timing():
         times = interleaved(calls, batch.device, rounds=conditions.rounds, warmup=conditions.warmup)
         per_turn = 1 if loader is None else len(loader)
         for index, values in times.items():
-            lanes[int(index)].times = [value / per_turn for value in values]
-        rows = _rows(lanes, conditions)
+            runs[int(index)].times = [value / per_turn for value in values]
+        rows = _rows(runs, conditions)
         calls.clear()
-        lanes.clear()
+        runs.clear()
         _free(batch.device)  # before the next is timed
     return rows
 
@@ -174,33 +181,33 @@ def _batch(conditions: Conditions, images: Tensor | None, channels: int) -> Tens
     return images
 
 
-def _lanes(
-    entrant: Entrant, conditions: Conditions, modes: Sequence[str], batch: Tensor
-) -> list[_Lane]:
-    """Make an entrant ready in every mode, on one copy of its weights."""
-    lanes = [_Lane(entrant, mode) for mode in modes]
+def _prepared(
+    candidate: Candidate, conditions: Conditions, modes: Sequence[str], batch: Tensor
+) -> list[_Run]:
+    """Prepare a candidate for every mode, on one copy of its weights."""
+    runs = [_Run(candidate, mode) for mode in modes]
     try:
-        model = _copy(entrant.model, conditions, batch)
+        model = _copy(candidate.model, conditions, batch)
     except Exception as error:  # noqa: BLE001 - a grid goes on where one cell of it fails
-        for lane in lanes:
-            lane.error = _reason(error)
+        for run in runs:
+            run.error = _reason(error)
         _free(batch.device)
-        return lanes
-    for lane in lanes:
+        return runs
+    for run in runs:
         try:
-            run = _runner(model, lane.mode, conditions, batch)
-            run(batch)
-            lane.memory = peak_memory_mib(getattr(run, "run", run), model, batch)
-            lane.run = run
+            call = _runner(model, run.mode, conditions, batch)
+            call(batch)
+            run.memory = peak_memory_mib(getattr(call, "run", call), model, batch)
+            run.call = call
         except Exception as error:  # noqa: BLE001
-            lane.error = _reason(error)
+            run.error = _reason(error)
         _free(batch.device)  # for the next, and for other processes
-    return lanes
+    return runs
 
 
 def _copy(model: nn.Module, conditions: Conditions, batch: Tensor) -> nn.Module:
     model = copy.deepcopy(model).to(batch.device)
-    at_its_best_(model)
+    use_fast_paths_(model)
     if conditions.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     return model.train() if conditions.scope == "training" else model.eval().to(batch.dtype)
@@ -218,7 +225,7 @@ def _runner(model: nn.Module, mode: str, conditions: Conditions, batch: Tensor) 
 
 
 def _turn(run: Runner, batch: Tensor, loader: Batches | None) -> Callable[[], object]:
-    """One turn of an entrant: a batch, or all batches of the loader."""
+    """One turn of a candidate: a batch, or all batches of the loader."""
     if loader is None:
         # A captured graph reads its own input; handing it that one saves a copy per call.
         own = getattr(run, "images", batch)
@@ -234,16 +241,16 @@ def _turn(run: Runner, batch: Tensor, loader: Batches | None) -> Callable[[], ob
     return go
 
 
-def _rows(lanes: Sequence[_Lane], conditions: Conditions) -> list[Timing]:
-    bases = {lane.mode: lane for lane in lanes if lane.entrant.method == BASE and lane.times}
-    best = min(bases.values(), key=lambda lane: spread(lane.times).median, default=None)
-    return [_row(lane, bases.get(lane.mode), best, conditions) for lane in lanes]
+def _rows(runs: Sequence[_Run], conditions: Conditions) -> list[Timing]:
+    bases = {run.mode: run for run in runs if run.candidate.method == BASE and run.times}
+    best = min(bases.values(), key=lambda run: spread(run.times).median, default=None)
+    return [_row(run, bases.get(run.mode), best, conditions) for run in runs]
 
 
 def did_not_run(
     method: str, ratio: float | None, conditions: Conditions, modes: Sequence[str], reason: str
 ) -> list[Timing]:
-    """Rows of an entrant that could not even be made ready."""
+    """Rows of a candidate that could not be prepared."""
     known = _known(method, ratio, conditions)
     return [Timing(**known, mode=mode, verdict="did not run", error=reason) for mode in modes]
 
@@ -261,15 +268,15 @@ def _known(method: str, ratio: float | None, conditions: Conditions) -> dict[str
     }
 
 
-def _row(lane: _Lane, base: _Lane | None, best: _Lane | None, conditions: Conditions) -> Timing:
-    entrant = lane.entrant
-    known = _known(entrant.method, entrant.ratio, conditions)
-    known |= {"mode": lane.mode, "gmacs": entrant.gmacs, "note": entrant.note}
-    if not lane.times:
-        return Timing(**known, verdict="did not run", error=lane.error)
-    time = spread(lane.times)
-    same = None if base is None else speedup(base.times, lane.times)
-    over_best = None if best is None else speedup(best.times, lane.times)
+def _row(run: _Run, base: _Run | None, best: _Run | None, conditions: Conditions) -> Timing:
+    candidate = run.candidate
+    known = _known(candidate.method, candidate.ratio, conditions)
+    known |= {"mode": run.mode, "gmacs": candidate.gmacs, "note": candidate.note}
+    if not run.times:
+        return Timing(**known, verdict="did not run", error=run.error)
+    time = spread(run.times)
+    same = None if base is None else speedup(base.times, run.times)
+    over_best = None if best is None else speedup(best.times, run.times)
     return Timing(
         **known,
         milliseconds=1e3 * time.median,
@@ -279,14 +286,14 @@ def _row(lane: _Lane, base: _Lane | None, best: _Lane | None, conditions: Condit
         speedup_interval=same and (same.low, same.high),
         best_speedup=over_best and over_best.median,
         best_speedup_interval=over_best and (over_best.low, over_best.high),
-        verdict=_verdict(entrant, same),
-        peak_memory_mib=lane.memory,
-        rounds=len(lane.times),
+        verdict=_verdict(candidate, same),
+        peak_memory_mib=run.memory,
+        rounds=len(run.times),
     )
 
 
-def _verdict(entrant: Entrant, ratio: Estimate | None) -> str:
-    if entrant.method == BASE:
+def _verdict(candidate: Candidate, ratio: Estimate | None) -> str:
+    if candidate.method == BASE:
         return "the measure"
     return "no base to compare with" if ratio is None else verdict(ratio)
 

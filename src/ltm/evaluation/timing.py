@@ -1,20 +1,23 @@
-"""Clocks: calls timed in interleaved rounds, and what their ratios say.
+"""Interleaved timing: calls run in rounds, and a speed-up is the median of the rounds' ratios.
 
-Machines drift: clocks rise and fall, neighbours come and go. So everything that is compared runs
-in one loop, round after round, and a speed-up is the median of the ratios within rounds, never the
-ratio of two times from different runs. A GPU at its power limit is faster after light work than
-after heavy work: whoever always came after the same one would gain or lose by it, so every round
-has another order.
+Machines drift: clocks rise and fall, other processes come and go. So everything that is compared
+runs in one loop, and ratios are taken within rounds, never between runs. A GPU at its power limit
+is faster after light work than after heavy work, so each round has another order: no call always
+follows the same one.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from ltm.files import shared_lock
 
 Call = Callable[[], object]
 
@@ -123,3 +126,36 @@ def verdict(ratio: Estimate) -> str:
     if round(ratio.high, 2) < 1:
         return f"{ratio.median:.2f}x, slower"
     return "no gain here"
+
+
+class TimingLock:
+    """Processes that share `path` prepare side by side and are timed one at a time.
+
+    Without a path there is no waiting. The lock is free again when its process ends.
+    """
+
+    _SECONDS_TO_END = 1.0
+    """How long a process may still be busy after it has left the lock for the last time."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Any number of processes may be in here while none is timed."""
+        if self.path is None:
+            yield
+            return
+        with shared_lock(self.path, exclusive=False):
+            yield
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """One process may be in here while no other prepares or is timed."""
+        if self.path is None:
+            yield
+            return
+        with shared_lock(self.path, exclusive=True) as waited:
+            if waited:
+                time.sleep(self._SECONDS_TO_END)
+            yield

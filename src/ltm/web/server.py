@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ltm.deployment.extras import optional
+from ltm.extras import require
 from ltm.web.networks import Gallery
 from ltm.web.uploads import MAX_BYTES
 
@@ -49,7 +49,7 @@ def serving(
         os.environ["GRADIO_TEMP_DIR"] = temporary
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         os.environ["GRADIO_CHECK_UPDATES"] = "False"
-        gr = optional("gradio")
+        gr = require("gradio", extra="web")
         from ltm.data.shapes import example_pictures  # noqa: PLC0415
         from ltm.web.page import Desk, build_page  # noqa: PLC0415
         from ltm.web.rendering import CSS  # noqa: PLC0415

@@ -13,7 +13,7 @@ from ltm.models import method_config, num_classes_of, require_method
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ltm.evaluation.latency import Entrant
+    from ltm.evaluation.latency import Candidate
     from ltm.methods import MethodConfig
 
 PUBLISHED_TOME = "tome-reference"
@@ -39,11 +39,11 @@ def _config(method: str, ratio: float) -> MethodConfig:
     return method_config(method.replace(PUBLISHED_TOME, "tome", 1), ratio)
 
 
-def base_entrant(model: nn.Module, images: Tensor) -> Entrant:
+def base_candidate(model: nn.Module, images: Tensor) -> Candidate:
     """The untouched network, which all others are measured against."""
-    from ltm.evaluation.latency import BASE, Entrant
+    from ltm.evaluation.latency import BASE, Candidate
 
-    return Entrant(method=BASE, model=model, gmacs=_gmacs(model, images))
+    return Candidate(method=BASE, model=model, gmacs=_gmacs(model, images))
 
 
 def _gmacs(model: nn.Module, images: Tensor) -> float:
@@ -56,15 +56,15 @@ def _gmacs(model: nn.Module, images: Tensor) -> float:
     return gmacs(model, (images.shape[-2], images.shape[-1]))
 
 
-def timed_entrant(
+def timed_candidate(
     model: nn.Module, method: str, ratio: float, images: Tensor, *, training: bool = False
-) -> Entrant:
+) -> Candidate:
     """A copy of the untouched `model`, merging: as it is deployed, or as it is trained.
 
     LTM gets class statistics of random labels, so that its informative weights cost what they do
     after training; LTMP's thresholds are set so that it meets the ratio on `images`.
     """
-    from ltm.evaluation.latency import Entrant
+    from ltm.evaluation.latency import Candidate
 
     model = copy.deepcopy(model)
     if method.partition(":")[0] == PUBLISHED_TOME:
@@ -72,7 +72,7 @@ def timed_entrant(
 
         model, ratio = _published_tome(model, method, ratio)
         note = "published algorithm in plain torch, fused attention"
-        return Entrant(
+        return Candidate(
             method=PUBLISHED_TOME,
             model=model,
             ratio=ratio,
@@ -87,7 +87,7 @@ def timed_entrant(
         from ltm.api import freeze_
 
         freeze_(model)
-    return Entrant(method=method, model=model, ratio=config.ratio, gmacs=gmacs, note=note)
+    return Candidate(method=method, model=model, ratio=config.ratio, gmacs=gmacs, note=note)
 
 
 def prepare_(model: nn.Module, config: object, images: Tensor) -> None:
@@ -153,7 +153,7 @@ class Images:
 
 
 class Paddock:
-    """One model's entrants, each made when it is first needed."""
+    """One model's candidates, each made when it is first needed."""
 
     def __init__(
         self,
@@ -169,14 +169,14 @@ class Paddock:
         self.saved = is_merging(model)
         self.methods = ["saved"] if self.saved else list(methods)
         self.image_size = image_size_of(model)
-        self._made: dict[tuple[str, bool], Entrant | ValueError] = {}
+        self._made: dict[tuple[str, bool], Candidate | ValueError] = {}
 
     def ratio_of(self, method: str) -> float | None:
         """The share of multiply-adds that a method is to keep."""
         return _config(method, self.ratio).ratio
 
-    def entrant(self, method: str, *, training: bool) -> Entrant:
-        """An entrant; one that cannot be made raises the same ValueError each time."""
+    def candidate(self, method: str, *, training: bool) -> Candidate:
+        """An candidate; one that cannot be made raises the same ValueError each time."""
         key = method, training
         if key not in self._made:
             try:
@@ -188,22 +188,22 @@ class Paddock:
             raise made
         return made
 
-    def _make(self, method: str, training: bool) -> Entrant:
+    def _make(self, method: str, training: bool) -> Candidate:
         from ltm.api import unmerge_tokens_
         from ltm.evaluation.cost import measured_gmacs
-        from ltm.evaluation.latency import BASE, Entrant
+        from ltm.evaluation.latency import BASE, Candidate
 
         images = self.batch(_SAMPLE).to(next(self.model.parameters()).device)
         if self.saved and method == BASE:
             base = copy.deepcopy(self.model)
             unmerge_tokens_(base)
-            return base_entrant(base, images)
+            return base_candidate(base, images)
         if method == BASE:
-            return base_entrant(self.model, images)
+            return base_candidate(self.model, images)
         if self.saved:  # as it was saved: what rests in it is not counted
             gmacs = measured_gmacs(self.model, images[:_COUNTED])
-            return Entrant(method=method, model=self.model, gmacs=gmacs)
-        return timed_entrant(self.model, method, self.ratio, images, training=training)
+            return Candidate(method=method, model=self.model, gmacs=gmacs)
+        return timed_candidate(self.model, method, self.ratio, images, training=training)
 
     def batch(self, batch_size: int) -> Tensor:
         """Images to run on: real ones, repeated where there are too few, or noise."""

@@ -7,18 +7,18 @@ from threading import Event, Thread
 
 import pytest
 
-from ltm.evaluation.turns import Turns
+from ltm.evaluation.timing import TimingLock
 
-Stage = Callable[[Turns], AbstractContextManager[None]]
+Stage = Callable[[TimingLock], AbstractContextManager[None]]
 
 
 @pytest.mark.parametrize(
     ("first", "second", "waits"),
     [
-        (Turns.preparing, Turns.preparing, False),
-        (Turns.preparing, Turns.timing, True),
-        (Turns.timing, Turns.preparing, True),
-        (Turns.timing, Turns.timing, True),
+        (TimingLock.preparing, TimingLock.preparing, False),
+        (TimingLock.preparing, TimingLock.timing, True),
+        (TimingLock.timing, TimingLock.preparing, True),
+        (TimingLock.timing, TimingLock.timing, True),
     ],
 )
 def test_nobody_prepares_while_another_is_timed(
@@ -27,11 +27,11 @@ def test_nobody_prepares_while_another_is_timed(
     path, entered = tmp_path / "turns", Event()
 
     def enter() -> None:
-        with second(Turns(path)):
+        with second(TimingLock(path)):
             entered.set()
 
     other = Thread(target=enter)
-    with first(Turns(path)):
+    with first(TimingLock(path)):
         other.start()
         assert entered.wait(0.2 if waits else 10) is not waits
     other.join(10)
@@ -39,5 +39,5 @@ def test_nobody_prepares_while_another_is_timed(
 
 
 def test_without_a_file_nobody_waits() -> None:
-    with Turns().timing(), Turns().timing(), Turns().preparing():
+    with TimingLock().timing(), TimingLock().timing(), TimingLock().preparing():
         pass

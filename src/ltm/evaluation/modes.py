@@ -1,7 +1,7 @@
-"""Ways to run a network: eager, compiled, captured, in ONNX Runtime; and a training step.
+"""Modes of running a network: eager, compiled, CUDA graph, ONNX Runtime; and a training step.
 
-A runner is called on a batch of images. Those that record the network once (a CUDA graph, an ONNX
-session) take batches of the size that they were made with.
+A runner is called on a batch of images. Runners that record the network once (a CUDA graph, an ONNX
+session) take only batches of the size they were made with.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ltm.api.graphs import Captured
 from ltm.core.patches import embed_by_product_
 from ltm.core.translation import to_onnx
+from ltm.extras import require
 
 Runner = Callable[[Tensor], Any]
 
@@ -66,10 +67,7 @@ class OnnxForward:
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         if images.device.type != "cpu" or images.dtype != torch.float32:
             raise ValueError("mode onnxruntime is timed on the processor, in fp32")
-        try:
-            import onnxruntime  # noqa: PLC0415 - an optional extra
-        except ModuleNotFoundError as error:
-            raise ValueError("mode onnxruntime needs it: pip install 'ltm[export]'") from error
+        onnxruntime = require("onnxruntime", extra="export")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
@@ -162,7 +160,7 @@ def fuse_attention_(model: nn.Module) -> int:
     return found
 
 
-def at_its_best_(model: nn.Module) -> None:
-    """What any network gets before it is timed, the original too."""
+def use_fast_paths_(model: nn.Module) -> None:
+    """Switch on what makes any network faster, the original too."""
     fuse_attention_(model)
     embed_by_product_(model)
