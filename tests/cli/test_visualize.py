@@ -110,12 +110,12 @@ def test_bad_input_is_one_sentence_and_2(
 
 
 def test_the_last_block_of_all_is_drawn_only_where_nothing_else_merges() -> None:
-    from ltm.cli.pictures import telling_block
+    from ltm.report.tracing import last_attended_block
 
     for sites, counts, block in (((1, 5), (10, 2), 1), ((5,), (2,), 5)):
         model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=6)
         ltm.merge_tokens_(model, ltm.LTM(sites=sites, counts=counts))
-        assert telling_block(model) == block
+        assert last_attended_block(model) == block
 
 
 @pytest.mark.parametrize(

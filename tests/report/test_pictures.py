@@ -12,16 +12,22 @@ from torch import nn
 import ltm
 from ltm.core.schedule import Grid
 from ltm.methods import methods
-from ltm.report.groups import film_bytes, layer_frames, merging_blocks
-from ltm.report.heatmaps import choose_target, groups_figure, maps_at, rescale, weights_figure
 from ltm.report.pictures import (
     Scenes,
+    choose_target,
     data_uri,
     enlarge,
     figure_bytes,
+    film_bytes,
+    groups_figure,
+    layer_frames,
+    maps_at,
+    merging_blocks,
     paint_groups,
     paint_weights,
+    rescale,
     spread_cells,
+    weights_figure,
 )
 from ltm.report.tracing import SiteMap, trace
 

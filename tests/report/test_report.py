@@ -11,11 +11,17 @@ import pytest
 import yaml
 
 from ltm.evaluation.accuracy import PairedDifference
-from ltm.report.card import write_card
 from ltm.report.comparison import Comparison, Network
 from ltm.report.curves import Point, accuracy_figure, bottleneck_figure, tokens_figure
+from ltm.report.documents import (
+    Illustration,
+    curves,
+    render_report,
+    table_of,
+    write_card,
+    write_report,
+)
 from ltm.report.pictures import figure_bytes
-from ltm.report.report import Illustration, curves, render_report, table_of, write_report
 from ltm.report.verdicts import headline, verdicts
 
 

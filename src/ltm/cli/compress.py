@@ -14,8 +14,8 @@ from ltm.files import check_folder
 if TYPE_CHECKING:
     from torch import nn
 
-    from ltm.cli.pictures import Named
     from ltm.report.comparison import Comparison
+    from ltm.report.pictures import NamedPicture
 
 INTERRUPTED = 130
 """What a shell sees of a command that Ctrl-C stopped."""
@@ -178,13 +178,13 @@ def original_of(model: nn.Module) -> nn.Module:
     return model
 
 
-def open_pictures(pictures: str) -> tuple[Named, ...] | None:
+def open_pictures(pictures: str) -> tuple[NamedPicture, ...] | None:
     """The pictures that the report shows; None takes them from the data."""
-    from ltm.cli.pictures import GENERATED, NUM_PICTURES, generated_pictures, read_pictures
+    from ltm.report.pictures import NUM_PICTURES, generated_pictures, read_pictures
 
     if pictures == "data":
         return None
-    if pictures == GENERATED:
+    if pictures == "generated":
         return tuple(generated_pictures())
     return tuple(read_pictures([Path(pictures)], NUM_PICTURES))
 
@@ -212,7 +212,7 @@ def show(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ltm.report.report import table_of
+    from ltm.report.documents import table_of
     from ltm.report.verdicts import verdicts
 
     # A file or a pipe has no width: tables there are as wide as they need.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ltm.cli.images import expected_images, load_batches
 from ltm.cli.measurements import BASE, Measurements
 from ltm.cli.partition import Partition
-from ltm.cli.pictures import data_pictures, illustrate, telling_block, trace_models
 from ltm.files import write_metrics
 from ltm.models import method_config
 
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from ltm.cli.pictures import Named
     from ltm.methods import MethodConfig
     from ltm.report.comparison import Comparison
-    from ltm.report.report import Illustration
+    from ltm.report.documents import Illustration
+    from ltm.report.pictures import NamedPicture
 
 _THRESHOLD_IMAGES = 64
 
@@ -54,7 +53,7 @@ class Options:
     batch_size: int = 64
     workers: int = 2
     seed: int = 0
-    pictures: tuple[Named, ...] | None = None
+    pictures: tuple[NamedPicture, ...] | None = None
     """Pictures to show; None takes some of the data."""
     model_args: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
@@ -218,12 +217,14 @@ class Compression:
         """Pictures of what becomes one token."""
         from ltm.data.config import DataConfig
         from ltm.report.curves import display_name
-        from ltm.report.pictures import prepare
+        from ltm.report.documents import illustrate
+        from ltm.report.pictures import data_pictures, prepare
+        from ltm.report.tracing import last_attended_block, trace_models
 
         base, named = self.models[BASE], self.options.pictures
         if named is None:
             named = tuple(data_pictures(self.images.evaluation))
-        block = telling_block(self.model)
+        block = last_attended_block(self.model)
         if not named or block is None:
             return
         spec = expected_images(base, DataConfig(source=self.options.data))
@@ -231,7 +232,7 @@ class Compression:
         scenes = prepare(pictures, names, spec)
         peers = [name for name in self.models if name not in (BASE, self.options.method)][:1]
         shown = {display_name(name): self.models[name] for name in [*peers, self.options.method]}
-        self.illustrations = illustrate(scenes, trace_models(shown, scenes), block)
+        self.illustrations = illustrate(scenes, trace_models(shown, scenes.inputs), block)
 
     def save(self) -> None:
         """Write the model in the layout of timm on the hub, class names included."""
@@ -247,8 +248,7 @@ class Compression:
 
     def write(self) -> Comparison:
         """Write what is known: metrics.json, report.html and the model card."""
-        from ltm.report.card import write_card
-        from ltm.report.report import write_report
+        from ltm.report.documents import write_card, write_report
 
         comparison = self.comparison()
         write_metrics(self.options.output, comparison.to_dict())

@@ -40,7 +40,7 @@ class Train:
 
     settings: Annotated[DetectionSettings, tyro.conf.arg(name="")]
     recipe: str
-    """Named settings to start from: the paper's, or small ones for a CPU (shapes_...)."""
+    """NamedPicture settings to start from: the paper's, or small ones for a CPU (shapes_...)."""
     config: Path | None = None
     """YAML file of settings, such as the config.yaml of an earlier run."""
     output: Path = Path("runs/detect")
@@ -250,8 +250,8 @@ def _read(images: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
     """Images by name, 8 bit."""
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    from ltm.cli.pictures import read_pictures
     from ltm.detection.data import open_detection
+    from ltm.report.pictures import read_pictures
 
     named: list[tuple[str, torch.Tensor]] = []
     for text in images:

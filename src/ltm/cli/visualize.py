@@ -15,10 +15,8 @@ from ltm.models import ModelSource, method_config, require_least
 if TYPE_CHECKING:
     from torch import nn
 
-    from ltm.cli.pictures import Named
     from ltm.core.schedule import Grid
-    from ltm.report.heatmaps import Traces
-    from ltm.report.pictures import Scenes
+    from ltm.report.pictures import NamedPicture, Scenes, Traces
 
 _PER_SHEET = 6
 
@@ -77,10 +75,10 @@ def visualize(
     check_folder(output, overwrite=overwrite)
     require_least("limit", limit)
 
-    from ltm.cli.pictures import generated_pictures, read_pictures, telling_block, trace_models
     from ltm.data.config import DataConfig
     from ltm.processes import local_device
-    from ltm.report.pictures import prepare
+    from ltm.report.pictures import generated_pictures, prepare, read_pictures
+    from ltm.report.tracing import last_attended_block, trace_models
 
     where = local_device(device)
     named = read_pictures(images, limit) if images else generated_pictures(_PER_SHEET)
@@ -105,11 +103,11 @@ def visualize(
     for number, sheet in enumerate(_sheets(named)):
         names, pictures = zip(*sheet, strict=True)
         scenes = prepare(pictures, names, spec)
-        traces = trace_models(models, scenes)
+        traces = trace_models(models, scenes.inputs)
         first = number * _PER_SHEET
         marks = chosen[first : first + len(sheet)] if len(chosen) > 1 else chosen * len(sheet)
         ending = f"-{number + 1}" if len(named) > _PER_SHEET else ""
-        for block in _blocks(sites, traces, telling_block(list(models.values())[-1])):
+        for block in _blocks(sites, traces, last_attended_block(list(models.values())[-1])):
             written += _draw_block(scenes, traces, block, marks, output=output, ending=ending)
             metrics += _measure(scenes, traces, block, marks)
         if gif:
@@ -152,7 +150,7 @@ def _entrants(
     return {**found, display_name(method): model}
 
 
-def _sheets(named: Sequence[Named]) -> Iterator[Sequence[Named]]:
+def _sheets(named: Sequence[NamedPicture]) -> Iterator[Sequence[NamedPicture]]:
     for start in range(0, len(named), _PER_SHEET):
         yield named[start : start + _PER_SHEET]
 
@@ -166,7 +164,7 @@ def _target(text: str) -> Grid:
 
 def _blocks(sites: str, traces: Traces, telling: int | None) -> list[int]:
     """The blocks to draw, of those in which something merges."""
-    from ltm.report.groups import merging_blocks
+    from ltm.report.pictures import merging_blocks
 
     own = merging_blocks(dict([list(traces.items())[-1]]))
     if not own:
@@ -186,8 +184,7 @@ def _blocks(sites: str, traces: Traces, telling: int | None) -> list[int]:
 def _draw_block(
     scenes: Scenes, traces: Traces, block: int, marks: Sequence[Grid], *, output: Path, ending: str
 ) -> list[Path]:
-    from ltm.report.heatmaps import groups_figure, weights_figure
-    from ltm.report.pictures import figure_bytes
+    from ltm.report.pictures import figure_bytes, groups_figure, weights_figure
 
     figures = {
         "weights": weights_figure(scenes, traces, block, marks or None),
@@ -203,7 +200,7 @@ def _draw_block(
 
 
 def _draw_films(scenes: Scenes, traces: Traces, output: Path, first: int) -> list[Path]:
-    from ltm.report.groups import film_bytes, layer_frames
+    from ltm.report.pictures import film_bytes, layer_frames
 
     paths = []
     for index in range(len(scenes)):
@@ -217,7 +214,7 @@ def _measure(
     scenes: Scenes, traces: Traces, block: int, marks: Sequence[Grid]
 ) -> list[dict[str, Any]]:
     """The numbers in the pictures: tokens left, and the weights of the target's token."""
-    from ltm.report.heatmaps import default_targets, maps_at, rescale
+    from ltm.report.pictures import default_targets, maps_at, rescale
 
     maps = maps_at(traces, block, len(scenes))
     reference = list(maps.values())[-1]

@@ -1,5 +1,11 @@
-"""Pictures of what merging does, curves of what it costs, and reports that put them together.
+"""Reports and pictures of what merging does.
 
-Import from the modules: `heatmaps` (merge weights over images), `groups` (what became one token),
-`curves` (accuracy against cost, tokens and bottleneck by block), `report` (one HTML file).
+| module | holds |
+|---|---|
+| `verdicts` | the sentences of a report, the headline first |
+| `comparison` | what a report tells: networks side by side |
+| `documents` | `report.html` and the model card |
+| `curves` | accuracy against cost; tokens and bottleneck by block |
+| `pictures` | merge weights and groups over images, films |
+| `tracing` | where each patch went |
 """

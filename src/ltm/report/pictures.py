@@ -1,4 +1,8 @@
-"""Pixels: images as a network sees them, weights and groups painted over them, data URIs."""
+"""Pictures of what merging does: weights of a token, groups of patches, films through the blocks.
+
+`weights_figure` and `groups_figure` draw sheets in the layout of the paper's figure, one column per
+image and one row per method; `layer_frames` and `film_bytes` make a film of one image.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,34 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib import colormaps
-from matplotlib.colors import ListedColormap
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from ltm.core.schedule import Grid
+from ltm.data.images import EXTENSIONS, decode
+from ltm.data.shapes import example_pictures
 from ltm.data.transforms import ImageSpec, evaluation_transform
+from ltm.report.tracing import DROPPED, SiteMap, Traces, at_block
 
 Pixels = NDArray[np.uint8]
 """An image, height x width x 3."""
+
+NamedPicture = tuple[str, Image.Image]
+
+NUM_PICTURES = 5
+"""Pictures in a report."""
 
 TARGET_COLOUR = (230, 30, 40)
 _FAINT = 0.35
@@ -35,6 +53,45 @@ class Scenes:
 
     def __len__(self) -> int:
         return len(self.pixels)
+
+
+def read_pictures(paths: Sequence[Path], limit: int | None = None) -> list[NamedPicture]:
+    """Read image files, and those of folders; what is no image is a ValueError."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS)
+            if not found:
+                raise ValueError(f"{path} holds no images: give image files or a folder of them")
+            files += found
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise FileNotFoundError(f"{path}: there is no such image or folder")
+    pictures: list[NamedPicture] = []
+    for file in files[:limit]:
+        try:
+            pictures.append((file.stem, decode(file.read_bytes())))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ValueError(f"{file} is no readable image: remove it or save it again") from error
+    return pictures
+
+
+def generated_pictures(number: int = NUM_PICTURES) -> list[NamedPicture]:
+    """Paint pictures, for when no photographs may be shown."""
+    return [
+        (picture.name.replace(", ", ",\n"), picture.image) for picture in example_pictures(number)
+    ]
+
+
+def data_pictures(dataset: Any, number: int = NUM_PICTURES) -> list[NamedPicture]:
+    """Take a few evenly spread images of a data set, named by their classes."""
+    if not hasattr(dataset, "take"):
+        return []
+    few = dataset.take(number).with_transform(None)
+    # Generated data take the first images; files are spread over the classes.
+    items = [few[index] for index in range(len(few))]
+    return [(few.class_names[label], image) for image, label in items]
 
 
 def prepare(images: Sequence[Image.Image], names: Sequence[str], spec: ImageSpec) -> Scenes:
@@ -122,3 +179,170 @@ def figure_bytes(figure: Figure, kind: str = "png", dpi: int = 110) -> bytes:
 def data_uri(content: bytes, media_type: str) -> str:
     """Content as an address that needs no file."""
     return f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+_CELL = 1.75
+"""Inches per picture."""
+_RED = tuple(value / 255 for value in TARGET_COLOUR)
+
+
+def choose_target(pixels: Pixels, groups: NDArray[np.int64]) -> Grid:
+    """A telling patch: of the group that stands out from the image, the most typical one.
+
+    Without any group it is the patch in the middle.
+    """
+    values, counts = np.unique(groups[groups != DROPPED], return_counts=True)
+    merged = values[counts > 1]
+    if len(merged) == 0:
+        return groups.shape[0] // 2, groups.shape[1] // 2
+    cells = spread_cells(np.arange(groups.size).reshape(groups.shape), pixels.shape[:2])
+    sums = np.zeros((groups.size, 3))
+    np.add.at(sums, cells.ravel(), pixels.reshape(-1, 3))
+    colours = sums / np.bincount(cells.ravel(), minlength=groups.size)[:, None]
+    typical = np.median(colours, axis=0)
+
+    def salience(group: int) -> float:
+        members = colours[groups.ravel() == group]
+        return float(np.linalg.norm(members.mean(0) - typical) * min(len(members), 8) ** 0.5)
+
+    group = max(merged.tolist(), key=salience)
+    members = np.flatnonzero(groups.ravel() == group)
+    distance = np.linalg.norm(colours[members] - colours[members].mean(0), axis=1)
+    row, column = divmod(int(members[distance.argmin()]), groups.shape[1])
+    return row, column
+
+
+def weights_figure(
+    scenes: Scenes, traces: Traces, block: int, targets: Sequence[Grid] | None = None
+) -> Figure:
+    """The paper's figure for one block.
+
+    Targets are patches (row, column) on the last method's grid; by default telling ones of its
+    groups.
+    """
+    maps = maps_at(traces, block, len(scenes))
+    reference = list(maps.values())[-1]
+    chosen = targets or default_targets(scenes, reference)
+    figure, axes = _sheet(len(scenes), 1 + len(maps))
+    for column, (pixels, target) in enumerate(zip(scenes.pixels, chosen, strict=True)):
+        _show(axes[0][column], enlarge(pixels))
+        _mark(axes[0][column], target, reference.grid, enlarge(pixels).shape)
+        for row, site in enumerate(maps.values(), 1):
+            weights = site.of_target(column, rescale(target, reference.grid, site.grid))
+            _show(axes[row][column], enlarge(paint_weights(pixels, weights)))
+            axes[row][column].set_title(_weights_line(weights), fontsize=7)
+        axes[-1][column].set_xlabel(scenes.names[column], fontsize=8)
+    _label_rows(axes, ["target", *maps])
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(0, 1), weight_colours()), ax=axes, fraction=0.02, pad=0.01
+    )
+    bar.set_label("weight / largest", fontsize=7)
+    bar.ax.tick_params(labelsize=6)
+    return figure
+
+
+def groups_figure(scenes: Scenes, traces: Traces, block: int) -> Figure:
+    """Which patches are one token after a block: images above, one row per method."""
+    maps = maps_at(traces, block, len(scenes))
+    figure, axes = _sheet(len(scenes), 1 + len(maps))
+    for column, pixels in enumerate(scenes.pixels):
+        _show(axes[0][column], enlarge(pixels))
+        for row, site in enumerate(maps.values(), 1):
+            _show(axes[row][column], paint_groups(enlarge(pixels), site.group_grid(column)))
+            line = f"{site.num_tokens(column)} of {site.grid[0] * site.grid[1]} tokens"
+            axes[row][column].set_title(line, fontsize=7)
+        axes[-1][column].set_xlabel(scenes.names[column], fontsize=8)
+    _label_rows(axes, ["image", *maps])
+    return figure
+
+
+def maps_at(traces: Traces, block: int, num_images: int) -> dict[str, SiteMap]:
+    """Every method's tokens as they leave a block."""
+    grids = [site.grid for maps in traces.values() for site in maps if site.block <= block]
+    if not grids:
+        raise ValueError(f"block {block}: no method has merged anything by then")
+    return {name: at_block(maps, block, grids[0], num_images) for name, maps in traces.items()}
+
+
+def default_targets(scenes: Scenes, site: SiteMap) -> list[Grid]:
+    """A telling target for every image, among the groups of one method."""
+    return [
+        choose_target(pixels, site.group_grid(index)) for index, pixels in enumerate(scenes.pixels)
+    ]
+
+
+def rescale(target: Grid, before: Grid, after: Grid) -> Grid:
+    """A patch of one grid on another: stages of grid networks shrink by different amounts."""
+    return target[0] * after[0] // before[0], target[1] * after[1] // before[1]
+
+
+def _weights_line(weights: NDArray[np.float32]) -> str:
+    count = int((weights > 0).sum())
+    if count == 0:
+        return "dropped"
+    return "alone" if count == 1 else f"{count} patches, up to {weights.max():.2f}"
+
+
+def _sheet(columns: int, rows: int) -> tuple[Figure, NDArray]:
+    size = (_CELL * columns + 0.35, (_CELL + 0.2) * rows + 0.25)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _show(axes: Axes, pixels: Pixels) -> None:
+    axes.imshow(pixels, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _mark(axes: Axes, target: Grid, grid: Grid, shape: tuple[int, ...]) -> None:
+    height, width = shape[0] / grid[0], shape[1] / grid[1]
+    corner = (target[1] * width - 0.5, target[0] * height - 0.5)
+    axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=_RED, linewidth=2))
+
+
+def _label_rows(axes: NDArray, labels: Sequence[str]) -> None:
+    for row, label in zip(axes, labels, strict=True):
+        row[0].set_ylabel(label, fontsize=9)
+
+
+_FRAME_MILLISECONDS = 900
+
+
+def layer_frames(scenes: Scenes, traces: Traces, index: int) -> list[Image.Image]:
+    """One frame per merging block of any method: their groups in one image, side by side."""
+    pixels = enlarge(scenes.pixels[index])
+    names = list(traces)
+    frames = [captioned([pixels] * len(names), [f"{name}: image" for name in names])]
+    for block in merging_blocks(traces):
+        maps = maps_at(traces, block, len(scenes))
+        pictures: list[Pixels] = []
+        captions: list[str] = []
+        for name, site in maps.items():
+            pictures.append(paint_groups(pixels, site.group_grid(index)))
+            captions.append(f"{name}, block {block}: {site.num_tokens(index)} tokens")
+        frames.append(captioned(pictures, captions))
+    return frames
+
+
+def merging_blocks(traces: Traces) -> list[int]:
+    """The blocks in which at least one method merges."""
+    return sorted({site.block for maps in traces.values() for site in maps})
+
+
+def film_bytes(frames: Sequence[Image.Image]) -> bytes:
+    """Frames as an endless GIF; the last one stays longer."""
+    durations = [_FRAME_MILLISECONDS] * (len(frames) - 1) + [2 * _FRAME_MILLISECONDS]
+    # One palette for all frames: otherwise colours flicker from block to block.
+    sheet = Image.new("RGB", (frames[0].width, sum(frame.height for frame in frames)))
+    for index, frame in enumerate(frames):
+        sheet.paste(frame, (0, index * frame.height))
+    palette = sheet.quantize(256)
+    first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    buffer = io.BytesIO()
+    first.save(
+        buffer, format="GIF", save_all=True, append_images=others, duration=durations, loop=0
+    )
+    return buffer.getvalue()

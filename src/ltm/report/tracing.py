@@ -6,7 +6,7 @@ Letters: b images, n patches at the start of a block's stage, p tokens after the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,10 @@ class SiteMap:
         return self.weights[image, :, place].float().reshape(self.grid).cpu().numpy()
 
 
+Traces = Mapping[str, Sequence[SiteMap]]
+"""The maps of each method by the name to show."""
+
+
 def trace(model: nn.Module, images: Tensor) -> list[SiteMap]:
     """Run images through a converted model; one map per block that merges, in order."""
     grids = {site.block: site.grid for site in conversion_of(model).sites}
@@ -63,6 +67,25 @@ def trace(model: nn.Module, images: Tensor) -> list[SiteMap]:
         SiteMap(block=block, grid=_grid(weights.shape[1], grids[block], size), weights=weights)
         for block, weights in sorted(maps.items())
     ]
+
+
+@torch.no_grad()
+def trace_models(models: Mapping[str, nn.Module], images: Tensor) -> Traces:
+    """Follow the tokens of the same images through every network."""
+    return {
+        name: trace(model, images.to(next(model.parameters()).device))
+        for name, model in models.items()
+    }
+
+
+def last_attended_block(model: nn.Module) -> int | None:
+    """The last merging block whose tokens are attended to; None where nothing merges.
+
+    Nobody attends to tokens after the last block of all: a site there may leave next to none.
+    """
+    sites = [site for site in conversion_of(model).sites if site.merges]
+    attended = [site.block for site in sites if site.block < site.depth - 1]
+    return (attended or [site.block for site in sites] or [None])[-1]
 
 
 def _grid(num_patches: int, planned: Grid, image_size: tuple[int, int]) -> Grid:

@@ -1,4 +1,8 @@
-"""What the numbers say, in sentences that claim no more than they show."""
+"""The sentences of a report: its first one is `headline`, all of them are `verdicts`.
+
+They say what the numbers show and no more: a difference is real only where its interval leaves out
+zero.
+"""
 
 from __future__ import annotations
 

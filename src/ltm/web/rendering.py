@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from html import escape
 
 from ltm.core.schedule import Grid
-from ltm.report.heatmaps import choose_target
 from ltm.report.pictures import (
     TARGET_COLOUR,
     Pixels,
+    choose_target,
     enlarge,
     paint_groups,
     paint_weights,

@@ -1,14 +1,18 @@
-"""`report.html`: one file that tells what was gained, what was lost, and how to see it again.
+"""The documents of a comparison: `report.html`, and the model card `README.md`.
 
-Nothing is fetched: styles and pictures are inside, and there is no script.
+The report is one file. Nothing is fetched: styles and pictures are inside, and there is no script.
+The card has the layout of the Hugging Face hub.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from matplotlib.figure import Figure
@@ -23,7 +27,16 @@ from ltm.report.curves import (
     display_name,
     tokens_figure,
 )
-from ltm.report.pictures import data_uri, figure_bytes
+from ltm.report.pictures import (
+    Scenes,
+    data_uri,
+    figure_bytes,
+    film_bytes,
+    groups_figure,
+    layer_frames,
+    weights_figure,
+)
+from ltm.report.tracing import Traces
 from ltm.report.verdicts import verdicts
 
 REPORT = "report.html"
@@ -245,3 +258,83 @@ def _batch_sizes(comparison: Comparison) -> list[int]:
 
 def _num_images(comparison: Comparison) -> int:
     return max((n.accuracy.num_images for n in comparison.networks if n.accuracy), default=0)
+
+
+def illustrate(scenes: Scenes, traces: Traces, block: int) -> list[Illustration]:
+    """The report's pictures: merge weights, groups, and a film through the blocks."""
+    names = " and ".join(traces)
+    shown = "; ".join(name.replace("\n", " ") for name in scenes.names)
+    weights = figure_bytes(weights_figure(scenes, traces, block))
+    groups = figure_bytes(groups_figure(scenes, traces, block))
+    film = film_bytes(layer_frames(scenes, traces, 0))
+    return [
+        Illustration(
+            address=data_uri(weights, "image/png"),
+            alt=f"Merge weights of one target patch per picture ({shown}), by {names}.",
+            caption=(
+                f"Merge weights after block {block}: the token that the patch in the red box went "
+                "into, and how much each patch weighs in it."
+            ),
+            wide=True,
+        ),
+        Illustration(
+            address=data_uri(groups, "image/png"),
+            alt=f"Which patches are one token after block {block} ({shown}), by {names}.",
+            caption=(
+                f"Groups after block {block}: patches that became one token are painted in their "
+                "mean colour; patches still alone keep their pixels; blank ones were dropped."
+            ),
+            wide=True,
+        ),
+        Illustration(
+            address=data_uri(film, "image/gif"),
+            alt=f"Film: the groups of the first picture, block after block, by {names}.",
+            caption="The first picture through the blocks.",
+        ),
+    ]
+
+
+CARD = "README.md"
+
+
+def write_card(
+    comparison: Comparison, folder: Path, *, origin: Mapping[str, str] | None = None
+) -> Path:
+    """Write the card of a compressed model; `origin` may name a `base_model` and a `license`.
+
+    Who reads it has another machine: of absolute paths only the last name is written.
+    """
+    words = shlex.split(comparison.command)
+    given = {path for word in (*words, comparison.data) if (path := _path_in(word))}
+    command = shlex.join(_shortened(word, given) for word in words)
+    data = _shortened(comparison.data, given).rstrip("/")
+    comparison = dataclasses.replace(comparison, command=command, data=data)
+    text = templates().get_template("card.md").render(
+        comparison=comparison,
+        origin=origin or {},
+        compressed=comparison.compressed,
+        base=comparison.base,
+        verdicts=verdicts(comparison),
+        name=display_name,
+        method=display_name(comparison.method),
+    )  # fmt: skip
+    path = folder / CARD
+    path.write_text(_shortened(text.strip(), given) + "\n", encoding="utf-8")
+    return path
+
+
+def _path_in(word: str) -> str | None:
+    """The absolute path that a word of a command is, or ends with: `name=/path`, `kind:/path`."""
+    for text in (word, re.sub(r"^[^/\\]*?[=:](?=/[^/])", "", word)):
+        absolute = PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
+        if absolute or text.startswith("~/"):
+            return text.rstrip("/\\") or None
+    return None
+
+
+def _shortened(text: str, paths: set[str]) -> str:
+    """The text with the last name of each of the paths in its place."""
+    for path in sorted(paths, key=len, reverse=True):
+        name = re.split(r"[/\\]" if "\\" in path else "/", path)[-1]
+        text = re.sub(rf"(?<![\w.~/]){re.escape(path)}(?!\w)", lambda _, name=name: name, text)
+    return text
