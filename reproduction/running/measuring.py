@@ -13,9 +13,16 @@ from ltm.evaluation.latency import DTYPES
 from ltm.evaluation.modes import MODES, Runner, use_fast_paths_
 from ltm.evaluation.timing import interleaved
 from ltm.files import write_bytes
-from ltm.report.pictures import merging_blocks
-from ltm.report.pictures import default_targets, maps_at, rescale, weights_figure
-from ltm.report.pictures import Scenes, figure_bytes, prepare
+from ltm.report.pictures import (
+    Scenes,
+    default_targets,
+    figure_bytes,
+    maps_at,
+    merging_blocks,
+    prepare,
+    rescale,
+    weights_figure,
+)
 from ltm.report.tracing import trace
 from ltm.training.models import spec_of
 from reproduction.jobs import Bottleneck, Heatmap, Race
