@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.entrants import set_ltmp_thresholds_
+from ltm.cli.candidates import set_ltmp_thresholds_
 from ltm.cli.images import load_batches, open_images, sample_images
 from ltm.files import check_folder, write_metrics
 from ltm.models import (
