@@ -114,5 +114,5 @@ def _torch_pruning() -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(
             "S2ViTE and SAViT need the package torch-pruning; install it with: "
-            "pip install 'ltm[experiments]'"
+            "pip install -e '.[reproduction]'"
         ) from error

@@ -6,6 +6,8 @@ Names are imported when first used, so that `import ltm` costs next to nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ltm.extras import named as _named
+
 if TYPE_CHECKING:
     from ltm.api import (
         capture as capture,
@@ -56,7 +58,10 @@ def __getattr__(name: str) -> object:
     """Import a public name from its home, once."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ltm' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    try:
+        value = getattr(import_module(_HOME_OF[name]), name)
+    except ModuleNotFoundError as error:
+        raise _named(error) from error
     globals()[name] = value
     return value
 

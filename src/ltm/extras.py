@@ -5,6 +5,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+_EXTRA_OF = {
+    "rich": "cli",
+    "tyro": "cli",
+    "webdataset": "cli",
+    "matplotlib": "report",
+    "lightning": "train",
+    "peft": "train",
+    "tensorboard": "train",
+    "onnx": "export",
+    "onnxruntime": "export",
+    "onnxscript": "export",
+    "torchao": "export",
+    "gradio": "web",
+    "faster_coco_eval": "detection",
+    "pycocotools": "detection",
+}
+"""Which extra installs a module that some of ours import at their top."""
+
 
 class MissingExtraError(ModuleNotFoundError, ValueError):
     """An optional package is not installed."""
@@ -24,6 +42,16 @@ def require(module: str, *, extra: str | None = None) -> Any:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         source = package.replace("_", "-") if extra is None else f"'ltm[{extra}]'"
-        raise MissingExtraError(
-            f"{package} is not installed, and this needs it: pip install {source}", name=package
-        ) from error
+        raise MissingExtraError(_sentence(package, source), name=package) from error
+
+
+def named(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error of an import, with the extra to install where an extra of `ltm` has the module."""
+    package = (error.name or "").partition(".")[0]
+    if isinstance(error, MissingExtraError) or package not in _EXTRA_OF:
+        return error
+    return MissingExtraError(_sentence(package, f"'ltm[{_EXTRA_OF[package]}]'"), name=package)
+
+
+def _sentence(package: str, source: str) -> str:
+    return f"{package} is not installed, and this needs it: pip install {source}"

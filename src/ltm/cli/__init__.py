@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from ltm.extras import MissingExtraError, named
+
 COMMANDS = {
     "train": "Train a token-merging network from scratch on labelled images.",
     "finetune": "Make a pretrained network merge tokens and train its mask modules.",
@@ -39,9 +41,18 @@ BAD_INPUT = (
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; 2 and one sentence on standard error mean bad input."""
+    try:
+        return _run(list(sys.argv[1:] if args is None else args))
+    except ModuleNotFoundError as error:
+        if not isinstance(missing := named(error), MissingExtraError):
+            raise
+        print(f"ltm: {missing}", file=sys.stderr)
+        return 2
+
+
+def _run(args: list[str]) -> int:
     import tyro
 
-    args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] not in COMMANDS:
         # Nothing runs: tyro prints the list of commands, or what is wrong, and exits.
         tyro.extras.subcommand_cli_from_dict(

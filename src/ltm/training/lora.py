@@ -96,5 +96,5 @@ def _peft() -> Any:
         return import_module("peft")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "lora_rank needs the package peft; install it with: pip install 'ltm[lora]'"
+            "lora_rank needs the package peft; install it with: pip install 'ltm[train]'"
         ) from error
