@@ -26,9 +26,9 @@ from torch import Tensor, nn
 import ltm
 from ltm.api import mergers
 from ltm.calibration import Calibration, CalibrationResult, Settings
-from ltm.cli.images import load_batches, open_images
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import Outputs, as_row, evaluate, paired_interval, summarise
+from ltm.evaluation.images import load_batches, open_images
 from ltm.methods import MethodConfig
 from ltm.models import ModelSource
 from ltm.training.budget import set_thresholds_

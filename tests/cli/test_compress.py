@@ -24,8 +24,8 @@ from ltm.api import conversion_of
 from ltm.cli import main
 from ltm.cli.compress import command_line, compress
 from ltm.cli.measurements import mixed
-from ltm.cli.partition import part_images
 from ltm.data.shapes import ShapesClassification
+from ltm.evaluation.images import part_images
 from ltm.models import ModelSource
 
 pytestmark = pytest.mark.slow

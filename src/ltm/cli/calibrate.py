@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.images import load_batches, open_images
+from ltm.evaluation.images import load_batches, open_images
 from ltm.files import check_folder, write_metrics
 from ltm.models import ModelSource, require_least
 from ltm.progress import interruptible

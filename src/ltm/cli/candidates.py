@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.images import load_batches, open_images
+from ltm.evaluation.images import load_batches, open_images
 from ltm.models import method_config, num_classes_of, require_method
 
 if TYPE_CHECKING:

@@ -101,8 +101,8 @@ def compress(
     import torch
 
     from ltm.cli.compression import Compression, Options
-    from ltm.cli.partition import part_images
     from ltm.cli.tuning import require_training_images
+    from ltm.evaluation.images import part_images
     from ltm.models import ModelSource, check_classes, method_config, require_least, split_methods
     from ltm.processes import local_device
 

@@ -14,9 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.images import expected_images, load_batches
 from ltm.cli.measurements import BASE, Measurements
-from ltm.cli.partition import Partition
+from ltm.evaluation.images import Partition, expected_images, load_batches
 from ltm.files import write_metrics
 from ltm.models import method_config
 

@@ -69,7 +69,7 @@ def demo(
     import torch
 
     from ltm.cli.compression import Compression, Options
-    from ltm.cli.partition import part_images
+    from ltm.evaluation.images import part_images
 
     data = f"shapes:classes=10,size=64,images={train_images},val_images={images},seed={seed}"
     network = trained_network(data, epochs, seed, output / "network")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltm.cli.candidates import set_ltmp_thresholds_
-from ltm.cli.images import load_batches, open_images, sample_images
+from ltm.evaluation.images import load_batches, open_images, sample_images
 from ltm.files import check_folder, write_metrics
 from ltm.models import (
     ModelSource,

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ltm.cli.images import expected_images
+from ltm.evaluation.images import expected_images
 from ltm.files import check_folder, write_metrics
 from ltm.models import ModelSource, method_config, require_least
 from ltm.progress import Progress
@@ -89,7 +89,7 @@ def export(
     if int8 and data == "shapes" and weights is not None:
         raise ValueError("data: int8 needs images of the network's own kind; give --data")
 
-    from ltm.cli.partition import part_images
+    from ltm.evaluation.images import part_images
 
     network = ModelSource(
         model=model,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ltm.cli.partition import Partition
+from ltm.evaluation.images import Partition
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

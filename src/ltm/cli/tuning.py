@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from ltm.cli.partition import Partition
     from ltm.data.classification import LabelledImages
+    from ltm.evaluation.images import Partition
 
 
 def require_training_images(parts: Partition, data: str) -> LabelledImages:

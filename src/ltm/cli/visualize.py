@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from ltm.cli.images import expected_images
+from ltm.evaluation.images import expected_images
 from ltm.files import check_folder, write_metrics
 from ltm.models import ModelSource, method_config, require_least
 

@@ -8,8 +8,8 @@ import timm
 
 import ltm
 from ltm.cli.export import _job  # pyright: ignore[reportPrivateUsage]
-from ltm.cli.images import expected_images, load_batches, open_images
 from ltm.data.config import DataConfig
+from ltm.evaluation.images import expected_images, load_batches, open_images
 
 DATA = "shapes:classes=3,size=32,val_images=4"
 
