@@ -73,6 +73,6 @@ def scenes():
 
 @pytest.fixture(scope="session")
 def coco_folder(scenes, tmp_path_factory) -> Path:
-    from ltm.data.writing import write_coco_folder
+    from written import write_coco_folder
 
     return write_coco_folder(scenes, tmp_path_factory.mktemp("coco"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ltm.data.masks import decode_counts, fill_polygons, parse_counts
+from ltm.data.targets import decode_mask
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0.0, 1.0, 101)
@@ -101,11 +101,7 @@ def _overlaps(
 
 
 def _mask(entry: Entry, size: tuple[int, int]) -> np.ndarray:
-    value = entry["segmentation"]
-    if isinstance(value, list):
-        return fill_polygons(value, *size)
-    counts = value["counts"]
-    return decode_counts(counts if isinstance(counts, list) else parse_counts(counts), *size)
+    return decode_mask(entry["segmentation"], *size)
 
 
 def _precision(images: list[tuple[np.ndarray, np.ndarray, np.ndarray, int]]) -> np.ndarray | None:

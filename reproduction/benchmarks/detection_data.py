@@ -121,7 +121,7 @@ def _in_parallel(work: Callable[[int], Any], count: int, workers: int) -> list[A
 
 def _truth(dataset: ShapesDetection, targets: list[Target], side: int) -> dict[str, Any]:
     """The truth in COCO's format; what `coco_dict` gives, without painting again."""
-    from ltm.detection.score import encode_mask  # noqa: PLC0415 - after the processes have forked
+    from ltm.data.targets import encode_mask  # noqa: PLC0415 - after the processes have forked
 
     annotations: list[dict[str, Any]] = []
     for index, target in enumerate(targets):

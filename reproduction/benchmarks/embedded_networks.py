@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ltm.data.classification import open_dataset
 from ltm.data.config import AugmentConfig, DataConfig
+from ltm.data.datasets import open_dataset
 from ltm.data.loading import evaluation_loader
 from ltm.evaluation.accuracy import evaluate, summarise
 from ltm.evaluation.environment import describe

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from timm.data import create_loader, resolve_data_config
 
-from ltm.data.classification import open_dataset
 from ltm.data.config import DataConfig
+from ltm.data.datasets import open_dataset
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.evaluation.accuracy import evaluate, summarise

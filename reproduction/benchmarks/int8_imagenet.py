@@ -20,8 +20,8 @@ from export_report import write
 from torch import Tensor
 
 from ltm.api import merge_tokens_
-from ltm.data.classification import open_dataset
 from ltm.data.config import DataConfig
+from ltm.data.datasets import open_dataset
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.deployment.information import describe

@@ -23,7 +23,7 @@ import timm
 import torch
 from torch import nn
 
-from ltm.data.classification import open_splits
+from ltm.data.datasets import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.evaluation.accuracy import Outputs, evaluate, paired_interval

@@ -31,9 +31,8 @@ from torch import nn
 from training_report import Report, Row
 
 from ltm.api import report as report_of
-from ltm.data.batches import Batch
-from ltm.data.classification import Splits, open_splits
-from ltm.data.loading import evaluation_loader, training_loader
+from ltm.data.datasets import Splits, open_splits
+from ltm.data.loading import Batch, evaluation_loader, training_loader
 from ltm.data.transforms import image_spec
 from ltm.training.budget import set_thresholds_
 from ltm.training.fabric import make_fabric
@@ -223,7 +222,7 @@ class Preloaded:
     def __init__(self, batches: list[Batch], length: int) -> None:
         self._batches, self._length = batches, length
 
-    def set_epoch(self, epoch: int, *, more: bool = False) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Always the same batches."""
 
     def __len__(self) -> int:

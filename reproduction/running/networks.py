@@ -13,8 +13,9 @@ from torch import nn
 
 from ltm.api import conversion_of, gmacs, image_size_of, is_merging, load, merge_tokens_, save
 from ltm.core.schedule import ceil_count, ceil_grid, halve
-from ltm.data.classification import LabelledImages, Splits, open_splits
 from ltm.data.config import DataConfig
+from ltm.data.datasets import Splits, open_splits
+from ltm.data.images import ImageDataset
 from ltm.data.loading import Loader, evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.methods import LTM
@@ -93,7 +94,7 @@ def splits_of(settings: TrainSettings) -> Splits:
 _opened = lru_cache(maxsize=4)(open_splits)
 
 
-def evaluation_images(settings: TrainSettings) -> LabelledImages:
+def evaluation_images(settings: TrainSettings) -> ImageDataset:
     """The held-out images of a job."""
     return splits_of(settings).val
 
@@ -107,8 +108,7 @@ def held_out(settings: TrainSettings, model: nn.Module, context: Context) -> Loa
 
 def some_images(settings: TrainSettings, model: nn.Module, number: int) -> torch.Tensor:
     """A few held-out images, spread over all, repeated where there are fewer."""
-    images: Any = evaluation_images(settings)
-    few = images.take(number) if hasattr(images, "take") else images
+    few = evaluation_images(settings).take(number)
     data = replace(settings.data, batch_size=number, workers=0, resident=False)
     batch = next(iter(evaluation_loader(few, spec_of(settings, model), data))).images
     return batch[torch.arange(number) % len(batch)]

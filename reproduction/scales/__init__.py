@@ -38,7 +38,7 @@ def check(scale: ScaleName, given: Sources) -> None:
     """Refuse data that cannot be opened, before anything is run."""
     if scale == "smoke":
         return
-    from ltm.data.classification import open_dataset  # noqa: PLC0415 - imports torch
+    from ltm.data.datasets import open_dataset  # noqa: PLC0415 - imports torch
     from ltm.detection.data import open_detection  # noqa: PLC0415
 
     for source in (given.data, given.transfer):

@@ -9,7 +9,7 @@ import yaml
 
 from ltm.cli import main
 from ltm.data.shapes import ShapesDetection
-from ltm.data.writing import write_coco_folder
+from written import write_coco_folder
 
 DATA = "shapes:size=64,images=8,val_images=3,classes=2"
 SMALL = ["--data", DATA, "--image-size", "64", "64", "--per-block", "0.5", "--hflip", "0"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ltm.data.shapes import ShapesClassification
-from ltm.data.writing import write_archive, write_image_folder, write_shards
+from written import write_archive, write_image_folder, write_shards
 
 
 @pytest.fixture(scope="session")

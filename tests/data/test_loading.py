@@ -6,13 +6,18 @@ import timm
 import torch
 from PIL import Image
 
-from ltm.data.batches import Batch, to_device
-from ltm.data.classification import open_dataset
 from ltm.data.config import AugmentConfig, DataConfig
+from ltm.data.datasets import open_dataset
 from ltm.data.images import UnreadableImagesError, UnreadableImageWarning
-from ltm.data.loading import build_loader, evaluation_loader, training_loader
+from ltm.data.loading import (
+    Batch,
+    Lookahead,
+    build_loader,
+    evaluation_loader,
+    to_device,
+    training_loader,
+)
 from ltm.data.shapes import ShapesClassification
-from ltm.data.shards import TarShards, expand_shards
 from ltm.data.transforms import ImageSpec, evaluation_transform, image_spec
 
 SPEC = ImageSpec(size=(24, 24), crop_ratio=1.0)
@@ -54,8 +59,8 @@ def test_training_repeats_exactly_whatever_the_workers(shapes):
     first, second = epoch_of(plain, 0), epoch_of(plain, 1)
     assert len(first) == len(plain) == 5
     assert same(epoch_of(forked, 0), first)
-    assert same(epoch_of(forked, 1), second)  # by the very same worker processes, begun ahead
-    assert same(epoch_of(forked, 4), epoch_of(plain, 4))  # not the one that was begun
+    assert same(epoch_of(forked, 1), second)  # by the very same worker processes
+    assert same(epoch_of(forked, 4), epoch_of(plain, 4))
     assert same(epoch_of(training(shapes), 1), second)  # as after resuming
     assert not same(first, second)
     assert not same(epoch_of(training(shapes, seed=1), 0), first)
@@ -119,8 +124,8 @@ def test_a_batch_that_cannot_be_filled_is_refused(shapes):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_load_evenly(shards, workers):
-    dataset = TarShards(expand_shards(str(shards), "train"))
-    config = DataConfig(batch_size=4, workers=workers, shuffle_buffer=5)
+    dataset = open_dataset(shards, split="train")
+    config = DataConfig(batch_size=4, workers=workers)
     spec = ImageSpec(size=(32, 32), crop_ratio=1.0)
     loader = evaluation_loader(dataset, spec, config)
     labels = torch.cat([batch.labels for batch in loader])
@@ -130,8 +135,17 @@ def test_shards_load_evenly(shards, workers):
     assert [len(batch.labels) for batch in first] == [4] * len(train) == [4] * 6
     assert same(first, again)
     assert not same(first, second)
-    with pytest.raises(ValueError, match="use repeats=1"):
-        build_loader(dataset, batch_size=4, training=True, repeats=2)
+
+
+def test_shards_repeat_exactly_whatever_the_workers(shards):
+    dataset = open_dataset(shards, split="train")
+    plain, forked = training(dataset), training(dataset, workers=2)
+    assert same(epoch_of(plain, 3), epoch_of(forked, 3))
+    halves = [epoch_of(training(dataset, rank=rank, world_size=2), 3) for rank in range(2)]
+    both = training_loader(dataset, SPEC, DataConfig(batch_size=8, workers=0), AugmentConfig())
+    for batch, *parts in zip(epoch_of(both, 3), *halves, strict=True):
+        assert torch.equal(batch.images[0::2], parts[0].images)
+        assert torch.equal(batch.images[1::2], parts[1].images)
 
 
 @pytest.fixture
@@ -165,6 +179,27 @@ def test_the_limit_is_one_for_all_workers(damaged, workers):
     loader = evaluation_loader(dataset, SPEC, DataConfig(batch_size=1, workers=workers))
     with pytest.raises(UnreadableImagesError, match=r"^3 unreadable images, max_unreadable is 2"):
         list(loader)
+
+
+def test_fetching_ahead_changes_neither_order_nor_number():
+    asked = []
+
+    def numbers():
+        for number in range(4):
+            asked.append(number)
+            yield number
+
+    batches = Lookahead(numbers())
+    found = []
+    for number in batches:
+        found.append(number)
+        if number != 1:
+            batches.fetch()
+            batches.fetch()
+            assert asked == list(range(min(number + 2, 4)))
+    assert found == [0, 1, 2, 3]
+    batches.fetch()
+    assert not list(batches)
 
 
 def test_moving_nested_batches():

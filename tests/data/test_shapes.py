@@ -52,11 +52,11 @@ def test_a_transformed_view_shares_what_was_painted():
     shrunk = dataset.with_transform(lambda image: image.size)
     assert shrunk[1] == ((16, 16), 1)
     assert dataset.transform is None
-    assert shrunk._cached is dataset._cached
+    assert shrunk.files is dataset.files
 
 
 def test_large_data_sets_are_not_kept_in_memory():
-    assert ShapesClassification(num_images=100_000, image_size=224)._cached is None
+    assert ShapesClassification(num_images=100_000, image_size=224).files._kept is None
 
 
 @pytest.mark.parametrize("size", [8, 33, 64, 160])

@@ -1,16 +1,13 @@
 import io
-import json
 import tarfile
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from ltm.data.classification import open_splits
 from ltm.data.config import DataConfig
-from ltm.data.images import UnreadableImagesError, UnreadableImageWarning
-from ltm.data.shards import TarShards, expand_shards
-from ltm.data.streaming import ShardStream, shuffled
+from ltm.data.datasets import open_dataset, open_splits
+from ltm.data.images import ImageDataset, UnreadableImagesError, UnreadableImageWarning
+from ltm.data.shards import expand_shards, open_shards
 
 
 def png(value=0):
@@ -28,9 +25,14 @@ def write_tar(path, members):
     return path
 
 
+def opened(paths, **options):
+    found = open_shards(paths)
+    return ImageDataset(found.images, found.labels, found.class_names, **options)
+
+
 def values(items):
     """Identify images by their first pixel."""
-    return [image.getpixel((0, 0))[0] for image, _ in items]
+    return [items[index][0].getpixel((0, 0))[0] for index in range(len(items))]
 
 
 @pytest.fixture
@@ -49,15 +51,17 @@ def numbered(tmp_path):
 
 
 def test_shards_are_read_in_order(shards, splits):
-    dataset = TarShards(expand_shards(str(shards), "train"))
+    dataset = opened(expand_shards(str(shards), "train"))
     assert dataset.class_names == splits[0].class_names
-    assert dataset.index.counts == (10, 10, 4)
+    names = [dataset.name(index).partition(", ")[2] for index in (9, 10, 20, 23)]
+    assert names == ["image 9", "image 0", "image 0", "image 3"]
     assert len(dataset) == 24
     assert dataset.labels.tolist() == splits[0].labels.tolist()
-    for (image, label), (expected, expected_label) in zip(dataset, splits[0], strict=False):
+    for index in range(24):
+        image, label = dataset[index]
+        expected, expected_label = splits[0][index]
         assert image.tobytes() == expected.tobytes()
         assert label == expected_label
-    assert len(list(dataset)) == 24
 
 
 def test_patterns(shards, tmp_path):
@@ -77,7 +81,7 @@ def test_splits_are_told_by_a_word_of_the_name(numbered, tmp_path, names):
         path.rename(tmp_path / f"{name}.tar")
     (tmp_path / "n-01.tar").unlink()
     train, val = open_splits(DataConfig(source=str(tmp_path)))
-    assert [path.stem for path in (*train.paths, *val.paths)] == list(names)
+    assert [path.stem for path in (*train.files.paths, *val.files.paths)] == list(names)
 
 
 def test_no_shard_is_both_trained_and_evaluated_on(numbered, tmp_path):
@@ -88,29 +92,47 @@ def test_no_shard_is_both_trained_and_evaluated_on(numbered, tmp_path):
 @pytest.mark.parametrize("text", ["a\nb\nc\n", "a\nb\nc"])
 def test_every_line_names_a_class(numbered, tmp_path, text):
     (tmp_path / "classes.txt").write_text(text)
-    assert TarShards(numbered).class_names == ("a", "b", "c")
+    assert opened(numbered).class_names == ("a", "b", "c")
 
 
-def test_counts_beside_the_shards_save_reading_them(numbered, tmp_path):
-    (tmp_path / "classes.txt").write_text("a\nb\nc\n")
-    (tmp_path / "sizes.json").write_text(json.dumps({path.name: 9 for path in numbered}))
-    assert len(TarShards(numbered)) == 36
+def test_every_label_needs_a_name(numbered, tmp_path):
     (tmp_path / "classes.txt").write_text("a\nb\n")
-    (tmp_path / "sizes.json").unlink()
     with pytest.raises(ValueError, match="names 2 classes, but labels go up to 2"):
-        TarShards(numbered)
+        opened(numbered)
 
 
 def test_views(numbered):
-    dataset = TarShards(numbered)
-    assert values([dataset[9], dataset[-1], dataset[0]]) == [9, 19, 0]
+    dataset = opened(numbered)
+    chosen = [dataset[index][0].getpixel((0, 0))[0] for index in (9, -1, 0)]
+    assert chosen == [9, 19, 0]
     assert dataset.with_transform(lambda image: image.size)[3] == ((4, 4), 0)
     few = dataset.take(9)
     assert len(few) == len(few.labels) == 9
-    assert values(few) == list(range(9))
+    assert sorted(few.labels.tolist()) == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert values(few) == sorted(values(few))
     assert dataset.name(8) == f"{numbered[2]}, image 1"
     with pytest.raises(IndexError):
         dataset[20]
+
+
+def test_a_few_images_are_of_all_classes_as_from_folders(tmp_path):
+    """Shards sorted by class, as tools write them."""
+    members = {}
+    for value in range(20):
+        members |= {f"{value:02d}.png": png(value), f"{value:02d}.cls": str(value // 4).encode()}
+        path = tmp_path / "folder" / str(value // 4) / f"{value:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(value))
+    write_tar(tmp_path / "sorted-0.tar", members)
+    shards, folder = open_dataset(f"{tmp_path}/*.tar"), open_dataset(tmp_path / "folder")
+    assert shards.take(5).labels.tolist() == [0, 1, 2, 3, 4]
+    for number in (1, 3, 5, 8, 20, 99):
+        assert values(shards.take(number)) == values(folder.take(number))
+
+
+def test_shards_that_no_split_tells_apart_are_unsplit(numbered, shards, tmp_path):
+    assert open_dataset(f"{tmp_path}/n-*.tar", split="val").split == "all"
+    assert open_dataset(shards, split="val").split == "val"
 
 
 @pytest.mark.slow
@@ -121,78 +143,60 @@ def test_views(numbered):
         ({"a.cls": b"1"}, "a has .cls, but no image"),
         ({"a.png": png(), "a.cls": b"cat"}, "must hold a class index, not b'cat'"),
         ({}, "no images in 1 tar shards"),
+        ({"a.png": png(), "a.cls": b"1" * 33}, "a.cls has 33 bytes, but must have at most 32"),
     ],
 )
 def test_malformed_shards_are_refused(tmp_path, members, message):
     path = write_tar(tmp_path / "x.tar", members)
     with pytest.raises(ValueError, match=message):
-        TarShards([path])
+        opened([path])
 
 
 def test_missing_and_damaged_shards_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="1 of 1 tar shards are missing"):
-        TarShards([tmp_path / "x.tar"])
+        opened([tmp_path / "x.tar"])
     with pytest.raises(FileNotFoundError, match="no tar shards match"):
-        TarShards(expand_shards(f"{tmp_path}/*.tar", "val"))
+        opened(expand_shards(f"{tmp_path}/*.tar", "val"))
     (tmp_path / "x.tar").write_bytes(b"no tar" * 200)
     with pytest.raises(ValueError, match="no readable tar file"):
-        TarShards([tmp_path / "x.tar"])
+        opened([tmp_path / "x.tar"])
 
 
-def test_unreadable_images_are_replaced_within_the_stream(tmp_path):
+def test_a_shard_that_is_cut_off_is_refused_before_it_is_read(numbered):
+    data = numbered[0].read_bytes()
+    with tarfile.open(numbered[0]) as tar:
+        cut = tar.getmembers()[3].offset_data + 2
+    numbered[0].write_bytes(data[:cut])
+    with pytest.raises(ValueError, match="no readable tar file"):
+        opened(numbered[:1])
+
+
+def test_images_of_absurd_size_are_refused(numbered, monkeypatch):
+    monkeypatch.setattr("ltm.data.shards._MOST_IMAGE_BYTES", 8)
+    with pytest.raises(ValueError, match=r"000.png has \d+ bytes, but must have at most 8"):
+        opened(numbered)
+
+
+def test_names_that_come_twice_are_refused(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for _ in range(2):
+            member = tarfile.TarInfo("a.cls")
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"1"))
+    with pytest.raises(ValueError, match=r"x.tar: a.cls: duplicate file name"):
+        opened([tmp_path / "x.tar"])
+
+
+def test_unreadable_images_are_replaced_by_the_next(tmp_path):
     contents = [png(0), b"damaged", b"damaged", png(3), b"damaged"]
     members = {}
     for number, data in enumerate(contents):
         members |= {f"{number}.png": data, f"{number}.cls": b"0"}
     path = write_tar(tmp_path / "x.tar", members)
     with pytest.warns(UnreadableImageWarning, match=r"x.tar, image [124]"):
-        assert values(TarShards([path])) == [0, 3, 3, 3, 3]
+        assert values(opened([path])) == [0, 3, 3, 3, 0]
     with (
         pytest.warns(UnreadableImageWarning),
         pytest.raises(UnreadableImagesError, match=r"2 unreadable .* is 1: .*image 1, .*image 2"),
     ):
-        list(TarShards([path], max_unreadable=1))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_evaluation_reads_every_image_once(numbered, world_size):
-    streams = [
-        ShardStream(
-            TarShards(numbered), batch_size=4, training=False, rank=rank, world_size=world_size
-        )
-        for rank in range(world_size)
-    ]
-    seen = [value for stream in streams for value in values(stream)]
-    assert sorted(seen) == list(range(20))
-    assert sum(len(stream) for stream in streams) == 20
-
-
-def test_training_shares_are_even_disjoint_and_new_each_epoch(numbered):
-    streams = [
-        ShardStream(TarShards(numbered), batch_size=3, training=True, rank=rank, world_size=3)
-        for rank in range(3)
-    ]
-    epochs = []
-    for epoch in (0, 1, 0):
-        for stream in streams:
-            stream.set_epoch(epoch)
-        epochs.append([values(stream) for stream in streams])
-    assert [len(share) for share in epochs[0]] == [6, 6, 6]
-    assert len({value for share in epochs[0] for value in share}) == 18
-    assert epochs[0] == epochs[2] != epochs[1]
-
-
-def test_workers_cut_a_share_at_whole_batches(numbered):
-    stream = ShardStream(TarShards(numbered), batch_size=3, training=False)
-    stretches = [stream._stretch(number, 4) for number in range(4)]
-    assert stretches == [(0, 3), (3, 9), (9, 15), (15, 20)]
-
-
-def test_a_shuffle_buffer_loses_nothing():
-    rng = np.random.default_rng(0)
-    mixed = list(shuffled(iter(range(100)), 10, rng))
-    assert sorted(mixed) == list(range(100))
-    assert mixed != list(range(100))
-    assert max(place - item for place, item in enumerate(mixed)) > 10  # some wait long
-    assert all(item - place <= 10 for place, item in enumerate(mixed))  # none comes early
-    assert list(shuffled(iter(range(5)), 1, rng)) == list(range(5))
+        values(opened([path], max_unreadable=1))

@@ -267,3 +267,20 @@ def test_coco_archive(real_data):
             assert (mask_tools.decode(packed) == np.asarray(mask)).all()
     assert total > 150
     assert crowds > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\x7f", "is malformed: compressed run lengths contain"),
+        ("0P", "is malformed: compressed run lengths end in the middle of a number"),
+        ("é", "has counts that do not fill"),
+    ],
+)
+def test_damaged_masks_are_refused_before_pycocotools_reads_them(odd_data, text, message):
+    path = odd_data / "instances.json"
+    data = json.loads(path.read_text())
+    data["annotations"][-1]["segmentation"]["counts"] = text
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        open_detection(odd_data)

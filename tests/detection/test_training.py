@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 
 from ltm.data.shapes import ShapesDetection
-from ltm.data.writing import write_coco_folder
 from ltm.detection.pyramid import merging_network
 from ltm.detection.settings import (
     RECIPES,
@@ -24,6 +23,7 @@ from ltm.detection.training import DetectionTrainer, detector_config, open_split
 from ltm.methods import LTM
 from ltm.training.fabric import make_fabric
 from ltm.training.non_finite import NonFiniteLossError
+from written import write_coco_folder
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from ltm.api import mergers, merging_off, observe_, watching
 from ltm.core.bottleneck import sample_bounds
 from ltm.core.clustering import class_membership
 from ltm.core.statistics import ClassStatistics
-from ltm.data.batches import Batch
+from ltm.data.loading import Batch
 from ltm.methods.ltm.step import LTMMerger
 from ltm.training.objective import Objective, mean_bound
 from ltm.training.settings import ObjectiveSettings

@@ -16,7 +16,7 @@ from torch import nn
 
 import ltm
 from ltm.api import conversion_of, is_merging, mergers, merging_off
-from ltm.data.classification import open_splits
+from ltm.data.datasets import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning

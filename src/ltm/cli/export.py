@@ -164,8 +164,7 @@ class _Batches:
         return self.all(dataset, 16)
 
     def first(self, dataset: Any, number: int) -> Any:
-        few = dataset.take(number) if hasattr(dataset, "take") else dataset
-        return next(iter(self.all(few, number))).images
+        return next(iter(self.all(dataset.take(number), number))).images
 
 
 def _describe(job: Export, rows: list[Any], data: str, num_images: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Measurements:
         """Information bottleneck by block, on at most so many images."""
         from ltm.evaluation.bottleneck import measure_bottleneck
 
-        dataset = at_most(self.dataset, num_images)
+        dataset = self.dataset.take(num_images)
         self.say(f"Measuring the information bottleneck on {len(dataset):,} images")
         loop = Progress("information bottleneck")
         classes = num_classes_of(self.models[BASE])
@@ -93,7 +93,7 @@ class Measurements:
         """The first images of a selection that is spread over the data."""
         import torch
 
-        batches = self.load(at_most(self.dataset, number))
+        batches = self.load(self.dataset.take(number))
         found: list[Tensor] = []
         for images, _ in batches:
             found.append(images)
@@ -166,14 +166,7 @@ def mixed(dataset: Any) -> Any:
     """The same images in another order: those seen before Ctrl-C are then of all classes."""
     import numpy as np
 
-    if not hasattr(dataset, "indices"):
-        return dataset
     other = copy.copy(dataset)
     order = np.random.default_rng(0).permutation(len(dataset)).tolist()
     other.indices = [dataset.indices[place] for place in order]
     return other
-
-
-def at_most(dataset: Any, number: int) -> Any:
-    """So many images spread over a data set, or all of it."""
-    return dataset.take(number) if hasattr(dataset, "take") else dataset

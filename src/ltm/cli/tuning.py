@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from ltm.data.classification import LabelledImages
+    from ltm.data.images import ImageDataset
     from ltm.evaluation.images import Partition
 
 
-def require_training_images(parts: Partition, data: str) -> LabelledImages:
+def require_training_images(parts: Partition, data: str) -> ImageDataset:
     """The images on which the best epoch is chosen; a ValueError where nothing can train."""
     if parts.calibration is None:
         raise ValueError(
@@ -28,7 +28,7 @@ def require_training_images(parts: Partition, data: str) -> LabelledImages:
 def tune_mergers_(
     model: nn.Module,
     data: str,
-    held_out: LabelledImages,
+    held_out: ImageDataset,
     *,
     epochs: int,
     batch_size: int,
@@ -43,8 +43,8 @@ def tune_mergers_(
     from rich.console import Console
 
     from ltm.api import conversion_of
-    from ltm.data.classification import Splits, open_dataset
     from ltm.data.config import AugmentConfig
+    from ltm.data.datasets import Splits, open_dataset
     from ltm.training.run import train
     from ltm.training.settings import (
         MergeSettings,

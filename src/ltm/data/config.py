@@ -33,8 +33,6 @@ class DataConfig:
     """Training images in an epoch, drawn anew for each; 0 for all."""
     resident: bool = False
     """Decode images once, keep them on the device and crop them there: small data of one size."""
-    shuffle_buffer: int = 1000
-    """Images each worker holds to shuffle tar shards."""
     max_unreadable: int = 10
     """Unreadable images to skip before the run stops."""
 
@@ -43,7 +41,6 @@ class DataConfig:
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         _require(self.epoch_images >= 0, "epoch_images", self.epoch_images, "not negative")
         _require(self.workers >= 0, "workers", self.workers, "not negative")
-        _require(self.shuffle_buffer >= 1, "shuffle_buffer", self.shuffle_buffer, "at least 1")
         _require(self.max_unreadable >= 0, "max_unreadable", self.max_unreadable, "not negative")
         ratio = self.holdout_ratio
         _require(0.0 <= ratio < 1.0, "holdout_ratio", ratio, "at least 0 and below 1")

@@ -1,15 +1,17 @@
 """Class folders, on disk or in a .zip archive: which images there are, and of which class."""
 
 import os
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from PIL import Image
 
 from ltm.data.images import EXTENSIONS, decode
-from ltm.data.stores import FileStore
 
 _SPLIT_NAMES = {
     "train": "train",
@@ -19,6 +21,88 @@ _SPLIT_NAMES = {
     "validation": "val",
     "test": "test",
 }
+
+
+class Files(Protocol):
+    """Files of a folder or an archive by name: relative, with "/" between a name's parts."""
+
+    path: Path
+
+    def names(self) -> list[str]:
+        """Return the names of all files, and of folders, which end in "/"."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content."""
+        ...
+
+
+def open_files(source: str | Path) -> Files | None:
+    """Open a folder or a .zip archive; None if the source is neither."""
+    path = Path(source)
+    if path.is_dir():
+        return FolderFiles(path)
+    if path.is_file() and path.suffix.lower() == ".zip":
+        return ZipFiles(path)
+    return None
+
+
+class FolderFiles:
+    """Files of a folder on disk, links followed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        """Return the names of all files and folders within."""
+        found: list[str] = []
+        for where, folders, files in os.walk(self.path, followlinks=True):
+            inside = Path(where).relative_to(self.path).as_posix()
+            prefix = "" if inside == "." else f"{inside}/"
+            found.extend(f"{prefix}{name}/" for name in folders)
+            found.extend(prefix + name for name in files)
+        return found
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content."""
+        return (self.path / name).read_bytes()
+
+
+class ZipFiles:
+    """Members of a .zip archive, read without unpacking it.
+
+    Each process opens the archive by itself when it first reads: forked workers that shared one
+    open file would move each other's position. Threads may share it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._opened: tuple[int, zipfile.ZipFile] | None = None
+        try:
+            self._archive()
+        except zipfile.BadZipFile as error:
+            raise ValueError(
+                f"{self.path} is no readable .zip archive ({error}); copy it again"
+            ) from error
+
+    def names(self) -> list[str]:
+        """Return the names of all members; folders need not be among them."""
+        return self._archive().namelist()
+
+    def read(self, name: str) -> bytes:
+        """Return a member's content; raise `ValueError` when it is damaged."""
+        try:
+            return self._archive().read(name)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"damaged archive, wrong header or checksum: {error}") from error
+
+    def _archive(self) -> zipfile.ZipFile:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), zipfile.ZipFile(self.path)
+        return self._opened[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"path": self.path, "_opened": None}
 
 
 @dataclass(frozen=True)
@@ -40,11 +124,11 @@ class LabelledPaths:
     split: str
 
 
-class StoredImages:
+class FileImages:
     """Images of a folder or an archive."""
 
-    def __init__(self, store: FileStore, paths: Sequence[str]) -> None:
-        self._store = store
+    def __init__(self, files: Files, paths: Sequence[str]) -> None:
+        self._files = files
         self._paths = paths
 
     def __len__(self) -> int:
@@ -52,22 +136,22 @@ class StoredImages:
 
     def name(self, index: int) -> str:
         """Return the path to show a user."""
-        return f"{self._store.path}/{self._paths[index]}"
+        return f"{self._files.path}/{self._paths[index]}"
 
     def read(self, index: int) -> Image.Image:
         """Return the decoded image."""
-        return decode(self._store.read(self._paths[index]))
+        return decode(self._files.read(self._paths[index]))
 
 
-def list_images(store: FileStore) -> Listing:
-    """List a store's images and folders; archives need not mention folders by themselves."""
-    names = [name for name in store.names() if _visible(name)]
+def list_images(files: Files) -> Listing:
+    """List all images and folders; archives need not mention folders by themselves."""
+    names = [name for name in files.names() if _visible(name)]
     images = sorted(name for name in names if os.path.splitext(name)[1].lower() in EXTENSIONS)  # noqa: PTH122 - a million of them
     folders: set[str] = set()
     for folder in {name.rpartition("/")[0] for name in names}:
         parts = folder.split("/") if folder else []
         folders.update("/".join(parts[: depth + 1]) for depth in range(len(parts)))
-    return Listing(str(store.path), tuple(images), frozenset(folders))
+    return Listing(str(files.path), tuple(images), frozenset(folders))
 
 
 def _visible(path: str) -> bool:

@@ -1,22 +1,25 @@
-"""Decode image files, and keep count of those that cannot be decoded."""
+"""Decode image files, and the data sets made of them: labelled images by index."""
 
 import io
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"}
 )
 
+Transform = Callable[[Image.Image], Any]
+
 
 class ImageFiles(Protocol):
-    """Encoded images by number: files of a folder, members of an archive."""
+    """Images by number: files of a folder, members of an archive, pictures painted on demand."""
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -29,6 +32,76 @@ class ImageFiles(Protocol):
     def read(self, index: int) -> Image.Image:
         """Return the decoded image; raise anything at all when that fails."""
         ...
+
+
+class ImageDataset(Dataset[tuple[Any, int]]):
+    """Labelled images by index: PIL images in RGB, or what the transform makes of them.
+
+    An unreadable image is reported by its path and replaced by the next readable one, label
+    included; the `max_unreadable + 1`-th raises `UnreadableImagesError` with all the paths.
+    """
+
+    def __init__(
+        self,
+        files: ImageFiles,
+        labels: np.ndarray,
+        class_names: tuple[str, ...],
+        *,
+        split: str = "all",
+        transform: Transform | None = None,
+        max_unreadable: int = 10,
+    ) -> None:
+        if len(files) != len(labels):
+            raise ValueError(f"{len(files)} images have {len(labels)} labels")
+        self.files = files
+        self.class_names = class_names
+        self.split = split
+        self.transform = transform
+        self.unreadable = UnreadableImages(len(files), max_unreadable, files.name)
+        self.indices: Sequence[int] = range(len(files))
+        self._labels = np.asarray(labels, dtype=np.int64)
+
+    @property
+    def num_classes(self) -> int:
+        """Return the number of classes, including those without images."""
+        return len(self.class_names)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Return every image's label, without reading the images."""
+        return self._labels[np.asarray(self.indices)]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        start = range(len(self))[index]
+        image, file = next_readable(self.files, self.unreadable, self.indices, start)
+        return image if self.transform is None else self.transform(image), int(self._labels[file])
+
+    def name(self, index: int) -> str:
+        """Return an image's path."""
+        return self.files.name(self.indices[index])
+
+    def with_transform(self, transform: Transform | None) -> Self:
+        """Return the same images under another transform."""
+        changed = copy(self)
+        changed.transform = transform
+        return changed
+
+    def take(self, num_images: int) -> Self:
+        """Return `num_images` images spread over the classes, or all if there are fewer.
+
+        They are evenly spaced in the data set sorted by class, and keep their order.
+        """
+        if num_images < 1:
+            raise ValueError(f"num_images is {num_images}, but must be at least 1")
+        count = min(num_images, len(self))
+        by_class = np.argsort(self.labels, kind="stable")
+        chosen = np.sort(by_class[np.arange(count) * len(self) // count])
+        taken = copy(self)
+        taken.indices = [self.indices[place] for place in chosen.tolist()]
+        return taken
 
 
 class UnreadableImageWarning(UserWarning):
@@ -119,13 +192,6 @@ def _some(paths: Sequence[str], limit: int = 20) -> str:
     return ", ".join(paths[:limit]) + more
 
 
-class OnDevices(dict[str, Any]):
-    """What a process keeps of a data set by device; views share it, pickles leave it behind."""
-
-    def __reduce__(self) -> Any:
-        return OnDevices, ()
-
-
 def decode(data: bytes) -> Image.Image:
     """Decode an image to RGB, whatever its mode."""
     with warnings.catch_warnings():
@@ -143,18 +209,3 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
-
-
-def require_tensor(image: Any) -> None:
-    """Refuse what no transform has made a tensor of."""
-    if not isinstance(image, torch.Tensor):
-        raise TypeError(
-            f"images are {type(image).__name__}; give the data set a transform to tensors"
-        )
-
-
-def require_bytes(image: Any) -> None:
-    """Refuse what the device could not normalise."""
-    require_tensor(image)
-    if image.dtype != torch.uint8:
-        raise TypeError(f"images are {image.dtype} but would be normalised; use 8-bit or no spec")

@@ -1,35 +1,36 @@
-"""Batches for networks: deterministic, on the device, with the next one under way."""
+"""Batches for networks: deterministic, on the device, with the next one under way.
+
+torch's `DataLoader` makes batches of 8-bit images in worker processes; timm's `PrefetchLoader`
+copies the next one to the device while the network works on the last, and normalises it there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from timm.data.loader import PrefetchLoader
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ltm.data.batches import Ahead, Filled, Moved, Normalised
-from ltm.data.classification import LabelledImages
 from ltm.data.config import AugmentConfig, DataConfig
-from ltm.data.images import (
-    UnreadableImages,
-    UnreadableImagesError,
-    require_bytes,
-    require_tensor,
-)
-from ltm.data.resident import Resident
+from ltm.data.images import ImageDataset, UnreadableImages, UnreadableImagesError
 from ltm.data.sampling import Draw, EvaluationSampler, TrainingSampler, random_numbers_of
-from ltm.data.shards import TarShards
-from ltm.data.slots import OrderSampler, SlotFiller, Slots
-from ltm.data.streaming import ShardStream
 from ltm.data.transforms import ImageSpec, evaluation_transform, training_transform
 
 _UNCHANGED = ImageSpec(mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
 _PREFETCHED_BATCHES = 4  # per worker
-_PREFETCHED_SLOTS = 2  # they hold their memory all the time
 
 T = TypeVar("T")
 Collate = Callable[[Sequence[Any]], Any]
+
+
+class Batch(NamedTuple):
+    """Images (b c h w), normalised, and class indices (b), on the device."""
+
+    images: Tensor
+    labels: Tensor
 
 
 class Loader:
@@ -41,28 +42,23 @@ class Loader:
 
     def __init__(
         self,
-        batches: Normalised | Moved | Resident,
+        batches: Iterable[Any],
+        length: int,
         dataset: Any,
-        order: TrainingSampler | EvaluationSampler | ShardStream,
-        ahead: Ahead | None = None,
+        order: TrainingSampler | EvaluationSampler,
     ) -> None:
         self.dataset = dataset
         self._batches = batches
+        self._length = length
         self._order = order
-        self._ahead = ahead
 
-    def set_epoch(self, epoch: int, *, more: bool = False) -> None:
-        """Choose the epoch whose order and random numbers come next.
-
-        Where `more` follow, workers begin the one after it when it has been handed out.
-        """
-        if not isinstance(self._order, EvaluationSampler):
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order and random numbers come next."""
+        if isinstance(self._order, TrainingSampler):
             self._order.set_epoch(epoch)
-        if self._ahead is not None:
-            self._ahead.more = more
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         unreadable: UnreadableImages | None = getattr(self.dataset, "unreadable", None)
@@ -78,8 +74,32 @@ class Loader:
             raise
 
 
+class Lookahead(Generic[T]):
+    """Batches, of which the next can be fetched while the device works on the one at hand."""
+
+    def __init__(self, batches: Iterable[T]) -> None:
+        self._batches = iter(batches)
+        self._fetched: list[T] = []
+        self._over = False
+
+    def fetch(self) -> None:
+        """Have the next batch at hand; does nothing if it is."""
+        if not self._fetched and not self._over:
+            try:
+                self._fetched.append(next(self._batches))
+            except StopIteration:
+                self._over = True
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            self.fetch()
+            if not self._fetched:
+                return
+            yield self._fetched.pop()
+
+
 def build_loader(
-    dataset: LabelledImages | Dataset[Any],
+    dataset: Dataset[Any],
     *,
     batch_size: int,
     workers: int = 0,
@@ -93,7 +113,6 @@ def build_loader(
     shuffle: bool = True,
     repeats: int = 1,
     epoch_images: int = 0,
-    shuffle_buffer: int = 1000,
     collate: Collate | None = None,
 ) -> Loader:
     """Load batches of this process's share of a data set.
@@ -107,8 +126,8 @@ def build_loader(
         workers: Loader processes; 0 loads in this one. The same batches come out either way.
         training: Whether to shuffle, to seed random transforms, and to drop a short last batch.
         seed: Decides, with the epoch, the order and the random transforms.
-        spec: The size of 8-bit images, and their normalisation, done on the device; None passes
-            images on as they are, in `dtype`.
+        spec: The normalisation of 8-bit images, done on the device; None passes images on as they
+            are, in `dtype`.
         device: Where batches go. For CUDA, memory is pinned and the copy overlaps computation.
         dtype: Type of the images on the device.
         rank: This process's number among `world_size`.
@@ -116,87 +135,51 @@ def build_loader(
         shuffle: Whether training shuffles.
         repeats: How often training repeats each image it draws (repeated augmentation).
         epoch_images: How many images a training epoch draws; 0 for all.
-        shuffle_buffer: Images per worker to shuffle among; for tar shards only.
         collate: Makes a batch of a list of items; batches are then moved to the device as they
             are, tensors in lists, tuples and dicts included.
     """
     device = torch.device(device)
-    place = {"seed": seed, "rank": rank, "world_size": world_size}
     items: Any = dataset
-    if isinstance(dataset, TarShards):
-        if repeats > 1 or epoch_images:
-            raise ValueError(
-                "tar shards are read in sequence, and whole; use repeats=1 and epoch_images=0"
-            )
-        order = items = ShardStream(
-            dataset,
-            batch_size=batch_size,
-            training=training,
-            shuffle_buffer=shuffle_buffer if shuffle else 1,
-            **place,
-        )
-    elif training:
+    if training:
         order = TrainingSampler(
-            dataset,  # pyright: ignore[reportArgumentType]
+            items,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
             shuffle=shuffle,
             repeats=repeats,
             epoch_images=epoch_images,
-            **place,
         )
-        _require_batch(len(order) // batch_size, len(order), batch_size)
-        if workers and spec is not None and collate is None:
-            slots = Slots(workers * _PREFETCHED_SLOTS, batch_size, spec.size, device)
-            batches = _filled(slots, dataset, order, workers)
-            ahead = Ahead(batches, order)
-            ready = Normalised(Filled(ahead, slots), spec, device, dtype)
-            return Loader(ready, dataset, order, ahead)
+        if len(order) < batch_size:
+            raise ValueError(
+                f"{len(order)} images for each process do not fill a batch of {batch_size}; "
+                "use a smaller batch_size or more images"
+            )
         items = _SeededItems(dataset)
     else:
-        order = EvaluationSampler(dataset, rank=rank, world_size=world_size)  # pyright: ignore[reportArgumentType]
+        order = EvaluationSampler(items, rank=rank, world_size=world_size)
     batches = DataLoader(
         items,
         batch_size=batch_size,
-        sampler=None if isinstance(order, ShardStream) else order,
+        sampler=order,
         drop_last=training,
         collate_fn=collate or (_collate if spec is None else _collate_bytes),
         pin_memory=device.type == "cuda" and torch.cuda.is_available(),
-        **_workers(workers, seed),
-    )
-    ahead = Ahead(batches, order) if workers and isinstance(order, TrainingSampler) else None
-    source = ahead or batches
-    if training and isinstance(order, ShardStream):
-        _require_batch(len(batches), len(order), batch_size)
-    if collate is not None:
-        return Loader(Moved(source, device), dataset, order, ahead)
-    return Loader(Normalised(source, spec or _UNCHANGED, device, dtype), dataset, order, ahead)
-
-
-def _filled(slots: Slots, dataset: Any, order: TrainingSampler, workers: int) -> DataLoader[Any]:
-    """Batches of images of one size, which workers write where the device reads them."""
-    return DataLoader(
-        SlotFiller(dataset, slots),
-        batch_sampler=cast("Any", OrderSampler(order, slots.batch_size, len(slots))),
-        collate_fn=_as_it_is,
-        **_workers(workers, order.seed, _PREFETCHED_SLOTS),
-    )
-
-
-def _workers(number: int, seed: int, prefetched: int = _PREFETCHED_BATCHES) -> dict[str, Any]:
-    return {
-        "num_workers": number,
-        "persistent_workers": number > 0,
-        "prefetch_factor": prefetched if number else None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        prefetch_factor=_PREFETCHED_BATCHES if workers else None,
         # Its own, so that starting an epoch leaves the global generator alone.
-        "generator": torch.Generator().manual_seed(seed),
-    }
-
-
-def _as_it_is(batch: T) -> T:
-    return batch
+        generator=torch.Generator().manual_seed(seed),
+    )
+    if collate is None:
+        moved: Iterable[Any] = _Normalised(batches, spec or _UNCHANGED, device, dtype)
+    else:
+        moved = _Moved(batches, device)
+    return Loader(moved, len(batches), dataset, order)
 
 
 def training_loader(
-    dataset: LabelledImages,
+    dataset: ImageDataset,
     spec: ImageSpec,
     config: DataConfig,
     augment: AugmentConfig,
@@ -207,16 +190,6 @@ def training_loader(
     world_size: int = 1,
 ) -> Loader:
     """Load a data set for training, augmented; Mixup is `transforms.BatchMixup`'s, afterwards."""
-    if config.resident:
-        order = TrainingSampler(
-            dataset,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            repeats=augment.repeats,
-            epoch_images=config.epoch_images,
-        )
-        return _resident(dataset, order, spec, config, augment=augment, device=device)
     return build_loader(
         dataset.with_transform(training_transform(spec, augment)),
         batch_size=config.batch_size,
@@ -229,12 +202,11 @@ def training_loader(
         world_size=world_size,
         repeats=augment.repeats,
         epoch_images=config.epoch_images,
-        shuffle_buffer=config.shuffle_buffer,
     )
 
 
 def evaluation_loader(
-    dataset: LabelledImages,
+    dataset: ImageDataset,
     spec: ImageSpec,
     config: DataConfig,
     *,
@@ -243,9 +215,6 @@ def evaluation_loader(
     world_size: int = 1,
 ) -> Loader:
     """Load a data set for evaluation: every image once, resized and cropped as timm does."""
-    if config.resident:
-        chosen = EvaluationSampler(dataset, rank=rank, world_size=world_size)
-        return _resident(dataset, chosen, spec, config, augment=None, device=device)
     return build_loader(
         dataset.with_transform(evaluation_transform(spec)),
         batch_size=config.batch_size,
@@ -257,28 +226,47 @@ def evaluation_loader(
     )
 
 
-def _resident(
-    dataset: LabelledImages,
-    order: TrainingSampler | EvaluationSampler,
-    spec: ImageSpec,
-    config: DataConfig,
-    *,
-    augment: AugmentConfig | None,
-    device: torch.device | str,
-) -> Loader:
-    size, where = config.batch_size, torch.device(device)
-    batches = Resident(dataset, order, spec, augment, batch_size=size, device=where)
-    if augment is not None:
-        _require_batch(len(batches), len(order), size)
-    return Loader(batches, dataset, order)
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move all tensors within lists, tuples and dicts; leave everything else."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {name: to_device(part, device) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(part, device) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(part, device) for part in value)
+    return value
 
 
-def _require_batch(num_batches: int, num_images: int, batch_size: int) -> None:
-    if num_batches == 0:
-        raise ValueError(
-            f"{num_images} images for each process do not fill a batch of {batch_size}; "
-            "use a smaller batch_size or more images"
+class _Normalised:
+    """`Batch`es, moved to the device by timm's prefetcher and normalised there."""
+
+    def __init__(
+        self,
+        batches: DataLoader[Any],
+        spec: ImageSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._batches = PrefetchLoader(
+            batches, mean=spec.mean, std=spec.std, device=device, img_dtype=dtype
         )
+
+    def __iter__(self) -> Iterator[Batch]:
+        for images, labels in self._batches:
+            yield Batch(images, labels)
+
+
+class _Moved:
+    """Batches of any form, moved to the device as they are."""
+
+    def __init__(self, batches: DataLoader[Any], device: torch.device) -> None:
+        self._batches, self._device = batches, device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            yield to_device(batch, self._device)
 
 
 class _SeededItems(Dataset[Any]):
@@ -293,10 +281,21 @@ class _SeededItems(Dataset[Any]):
 
 
 def _collate(items: Sequence[Any]) -> Any:
-    require_tensor(items[0][0])
+    _require_tensor(items[0][0])
     return default_collate(list(items))
 
 
 def _collate_bytes(items: Sequence[Any]) -> Any:
-    require_bytes(items[0][0])
+    _require_tensor(items[0][0])
+    if items[0][0].dtype != torch.uint8:
+        raise TypeError(
+            f"images are {items[0][0].dtype} but would be normalised; use 8-bit or no spec"
+        )
     return default_collate(list(items))
+
+
+def _require_tensor(image: Any) -> None:
+    if not isinstance(image, Tensor):
+        raise TypeError(
+            f"images are {type(image).__name__}; give the data set a transform to tensors"
+        )

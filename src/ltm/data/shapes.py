@@ -6,7 +6,7 @@ process. The scene, though not its grain, is also the same at every image size.
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,11 +14,10 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 
-from ltm.data.images import OnDevices
-from ltm.data.masks import encode_counts
+from ltm.data.images import ImageDataset, Transform
 from ltm.data.painting import Painting, paint
 from ltm.data.scenes import class_names, draw_scene
-from ltm.data.targets import boxes_of, make_target
+from ltm.data.targets import boxes_of, encode_mask, make_target
 
 _SPLITS = {"train": 0, "val": 1, "test": 2}
 _TASKS = {"classification": 0, "detection": 1, "examples": 2}
@@ -26,7 +25,6 @@ _RADII = (0.22, 0.36)
 _SMALL_RADII = (0.1, 0.2)
 _MAX_CACHED_BYTES = 256 * 2**20
 
-Transform = Callable[[Image.Image], Any]
 JointTransform = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
@@ -37,11 +35,10 @@ class Picture(NamedTuple):
     image: Image.Image
 
 
-class ShapesClassification(Dataset[tuple[Any, int]]):
+class ShapesClassification(ImageDataset):
     """One textured shape per image; label `index % num_classes`, so every prefix is balanced.
 
-    Without a transform, images are PIL images, as from files. Data sets up to 256 MiB are painted
-    once and kept; larger ones are painted anew each time.
+    Data sets up to 256 MiB are painted once and kept; larger ones are painted anew each time.
     """
 
     def __init__(
@@ -54,68 +51,45 @@ class ShapesClassification(Dataset[tuple[Any, int]]):
         *,
         transform: Transform | None = None,
     ) -> None:
-        self.class_names = class_names(num_classes)
-        self.split = _known_split(split)
-        self.image_size = _positive("image_size", image_size)
-        self.seed = seed
-        self.transform = transform
-        self.indices = range(_positive("num_images", num_images))
-        self._num_images = num_images
-        self.kept = OnDevices()
-        """All images by device, where they are kept there; shared by all views of this data set."""
-        self._cached: dict[int, np.ndarray] | None = (
-            {} if num_images * 3 * image_size**2 <= _MAX_CACHED_BYTES else None
-        )
+        names = class_names(num_classes)
+        self.image_size = _at_least(1, "image_size", image_size)
+        self.seed = _at_least(0, "seed", seed)
+        labels = np.arange(_at_least(1, "num_images", num_images)) % num_classes
+        images = _ShapeImages(_known_split(split), labels, image_size, seed)
+        super().__init__(images, labels, names, split=split, transform=transform)
 
-    @property
-    def num_classes(self) -> int:
-        """Return the number of classes."""
-        return len(self.class_names)
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Return every image's label, without painting."""
-        return np.asarray(self.indices, dtype=np.int64) % self.num_classes
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        source = self.indices[index]
-        image = Image.fromarray(self._pixels(source))
-        return image if self.transform is None else self.transform(image), source % self.num_classes
-
-    def name(self, index: int) -> str:
-        """Say which image this is, as a path would for a file."""
-        return f"shapes/{self.split}/{self.indices[index]}"
-
-    def with_transform(self, transform: Transform | None) -> "ShapesClassification":
-        """Return the same images under another transform; painted images are shared."""
-        changed = copy(self)
-        changed.transform = transform
-        return changed
-
-    def whole(self) -> "ShapesClassification":
-        """Return all images."""
-        changed = copy(self)
-        changed.indices = range(self._num_images)
-        return changed
-
-    def take(self, num_images: int) -> "ShapesClassification":
-        """Return the first `num_images` images, or all of them if there are fewer."""
+    def take(self, num_images: int) -> Self:
+        """Return the first `num_images` images, or all if there are fewer."""
         taken = copy(self)
-        taken.indices = self.indices[: _positive("num_images", num_images)]
+        taken.indices = self.indices[: _at_least(1, "num_images", num_images)]
         return taken
 
-    def _pixels(self, source: int) -> np.ndarray:
-        if self._cached is not None and source in self._cached:
-            return self._cached[source]
-        rng = _generator(self.seed, "classification", self.split, source)
-        scene = draw_scene(rng, (source % self.num_classes,), _RADII)
-        pixels = np.ascontiguousarray(paint(scene, self.image_size).image.transpose(1, 2, 0))
-        if self._cached is not None:
-            self._cached[source] = pixels
-        return pixels
+
+class _ShapeImages:
+    """Pictures of one shape each, painted when they are read."""
+
+    def __init__(self, split: str, labels: np.ndarray, image_size: int, seed: int) -> None:
+        self._split, self._labels, self._image_size, self._seed = split, labels, image_size, seed
+        keeps = len(labels) * 3 * image_size**2 <= _MAX_CACHED_BYTES
+        self._kept: dict[int, np.ndarray] | None = {} if keeps else None
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def name(self, index: int) -> str:
+        return f"shapes/{self._split}/{index}"
+
+    def read(self, index: int) -> Image.Image:
+        kept = self._kept
+        pixels = self._paint(index) if kept is None or index not in kept else kept[index]
+        if kept is not None:
+            kept[index] = pixels
+        return Image.fromarray(pixels)
+
+    def _paint(self, index: int) -> np.ndarray:
+        rng = _generator(self._seed, "classification", self._split, index)
+        scene = draw_scene(rng, (int(self._labels[index]),), _RADII)
+        return np.ascontiguousarray(paint(scene, self._image_size).image.transpose(1, 2, 0))
 
 
 class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
@@ -139,9 +113,9 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
     ) -> None:
         self.class_names = class_names(num_classes)
         self.split = _known_split(split)
-        self.num_images = _positive("num_images", num_images)
-        self.image_size = _positive("image_size", image_size)
-        self.max_objects = _positive("max_objects", max_objects)
+        self.num_images = _at_least(1, "num_images", num_images)
+        self.image_size = _at_least(1, "image_size", image_size)
+        self.max_objects = _at_least(1, "max_objects", max_objects)
         if not 0.0 <= empty_ratio < 1.0:
             raise ValueError(f"empty_ratio is {empty_ratio}, but must be at least 0 and below 1")
         self.empty_ratio = empty_ratio
@@ -202,7 +176,7 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         return Painting(painting.image, painting.masks[seen]), kept
 
     def coco_dict(self) -> dict[str, Any]:
-        """Return the annotations in COCO's format, masks as run lengths, for evaluators."""
+        """Return the annotations in COCO's format, for evaluators."""
         annotations: list[dict[str, Any]] = []
         for index in range(self.num_images):
             painting, labels = self.paint(index)
@@ -216,10 +190,7 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
                     "bbox": boxes[place].tolist(),
                     "area": int(painting.masks[place].sum()),
                     "iscrowd": 0,
-                    "segmentation": {
-                        "size": [self.image_size, self.image_size],
-                        "counts": encode_counts(painting.masks[place]),
-                    },
+                    "segmentation": encode_mask(torch.from_numpy(painting.masks[place])),
                 }
                 for place, label in enumerate(labels)
             ]
@@ -240,7 +211,7 @@ def example_pictures(num_pictures: int = 6, image_size: int = 256, seed: int = 0
     """Paint a few larger pictures, of one to three objects each, for documentation and demos."""
     names = class_names(20)
     pictures = []
-    for index in range(_positive("num_pictures", num_pictures)):
+    for index in range(_at_least(1, "num_pictures", num_pictures)):
         rng = _generator(seed, "examples", "test", index)
         count = index % 3 + 1
         labels = tuple(rng.choice(len(names), count, replace=False).tolist())
@@ -264,9 +235,7 @@ def shapes_options(source: str, defaults: dict[str, int]) -> dict[str, int]:
 
 
 def _generator(seed: int, task: str, split: str, index: int) -> np.random.Generator:
-    if seed < 0:
-        raise ValueError(f"seed is {seed}, but must not be negative")
-    return np.random.default_rng([seed, _TASKS[task], _SPLITS[split], index])
+    return np.random.default_rng([_at_least(0, "seed", seed), _TASKS[task], _SPLITS[split], index])
 
 
 def _known_split(split: str) -> str:
@@ -277,7 +246,7 @@ def _known_split(split: str) -> str:
     return split
 
 
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}, but must be at least 1")
+def _at_least(least: int, name: str, value: int) -> int:
+    if value < least:
+        raise ValueError(f"{name} is {value}, but must be at least {least}")
     return value

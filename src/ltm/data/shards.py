@@ -1,154 +1,64 @@
-"""Tar shards in the layout of webdataset, read in sequence: `key.jpg` and `key.cls` side by side.
+"""Tar shards in webdataset's layout: `key.jpg` and `key.cls` side by side.
 
-For data sets larger than a disk or a file system's patience. Shards are counted once, when opened,
-so that processes and workers get exact, even shares and nothing is dropped or read twice.
+webdataset streams shards, and a stream cannot give the images that a sampler asks for. So the
+shards are indexed once, when they are opened: tarfile finds the members, webdataset groups them
+into samples, and an image is then read by its offset. Sampling, resuming and choosing a few images
+are therefore the same as for folders, whatever the number of workers and processes. Only local
+files are opened (webdataset runs `pipe:` URLs in a shell), nothing is unpickled, and sizes are
+checked before anything is read.
 """
 
-import json
-import re
 import tarfile
 from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from ltm.data.images import EXTENSIONS, UnreadableImages, UnreadableImagesError, decode
-from ltm.data.shapes import Transform
+from ltm.data.images import EXTENSIONS, decode
+from ltm.extras import require
 
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_WORD = re.compile(r"[a-zA-Z0-9]+")
-
-
-class Sample(NamedTuple):
-    """One image as stored, and its place, counted through all shards as listed."""
-
-    position: int
-    data: bytes
-    label: int
+_MOST_IMAGE_BYTES = 2**28
+_MOST_LABEL_BYTES = 32
 
 
 @dataclass(frozen=True)
-class ShardIndex:
-    """How many images each shard holds, and the classes' names."""
+class LabelledShards:
+    """The images of tar shards, their labels, and the classes' names."""
 
-    counts: tuple[int, ...]
+    images: "ShardImages"
+    labels: np.ndarray
     class_names: tuple[str, ...]
 
 
-class TarShards:
-    """Labelled images in tar files; iterate over it, or let `loading.build_loader` do so.
+class ShardImages:
+    """Images of tar shards, in the order of the shards as listed."""
 
-    Reading is sequential; an image by its index, to look at a few, takes a walk through its shard.
-    `classes.txt` beside the shards, a name a line, names the classes; `sizes.json`,
-    `{"a-000.tar": 1000}`, saves counting the images.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[str | Path],
-        *,
-        split: str = "all",
-        transform: Transform | None = None,
-        max_unreadable: int = 10,
-    ) -> None:
-        self.paths = tuple(Path(path) for path in paths)
-        self.split = split
-        self.transform = transform
-        self.index = index_shards(self.paths)
-        self.unreadable = UnreadableImages(len(self), max_unreadable, self.name)
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Return the names of the classes, by label."""
-        return self.index.class_names
-
-    @property
-    def num_classes(self) -> int:
-        """Return the number of classes."""
-        return len(self.class_names)
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Return every image's label, read from the shards without the images."""
-        found = (read_labels(path) for path in self.paths)
-        cut = zip(found, self.index.counts, strict=True)
-        return np.concatenate([np.array(labels[:count], dtype=int) for labels, count in cut])
+    def __init__(self, paths: Sequence[Path], places: Sequence[Sequence["_Place"]]) -> None:
+        self.paths = tuple(paths)
+        self._ends = np.cumsum([len(found) for found in places])
+        self._places = np.array([p for found in places for p in found], np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
-        return sum(self.index.counts)
+        return len(self._places)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        place = range(len(self))[index]
-        for item in self.decode(self.samples(range(len(self.paths)), place, place + 1)):
-            return item
-        raise UnreadableImagesError(f"{self.name(place)} could not be read")
+    def name(self, index: int) -> str:
+        """Say which image this is, counted within its shard."""
+        shard = self._shard(index)
+        before = int(self._ends[shard - 1]) if shard else 0
+        return f"{self.paths[shard]}, image {index - before}"
 
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        return self.decode(self.samples(range(len(self.paths)), 0, len(self)))
+    def read(self, index: int) -> Image.Image:
+        """Return the decoded image."""
+        offset, size = self._places[index].tolist()
+        with self.paths[self._shard(index)].open("rb") as file:
+            file.seek(offset)
+            return decode(file.read(size))
 
-    def name(self, position: int) -> str:
-        """Say which image this is, counted through the shards as listed."""
-        ends = np.cumsum(self.index.counts)
-        shard = int(np.searchsorted(ends, position, side="right"))
-        return (
-            f"{self.paths[shard]}, image {position - int(ends[shard]) + self.index.counts[shard]}"
-        )
-
-    def with_transform(self, transform: Transform | None) -> "TarShards":
-        """Return the same images under another transform."""
-        changed = copy(self)
-        changed.transform = transform
-        return changed
-
-    def take(self, num_images: int) -> "TarShards":
-        """Return the first `num_images` images, or all of them if there are fewer."""
-        if num_images < 1:
-            raise ValueError(f"num_images is {num_images}, but must be at least 1")
-        ends = np.minimum(np.cumsum(self.index.counts), num_images)
-        counts = np.diff(ends, prepend=0).tolist()
-        taken = copy(self)
-        taken.index = replace(self.index, counts=tuple(counts))
-        return taken
-
-    def samples(self, order: Sequence[int], start: int, stop: int) -> Iterator[Sample]:
-        """Read encoded images `start` to `stop`, counted through the shards in the given order."""
-        counts = self.index.counts
-        offsets = np.concatenate(([0], np.cumsum(counts)))
-        before = 0
-        for shard in order:
-            first, last = max(start - before, 0), min(stop - before, counts[shard])
-            if first < last:
-                yield from read_shard(self.paths[shard], first, last, int(offsets[shard]))
-            before += counts[shard]
-
-    def decode(self, samples: Iterator[Sample]) -> Iterator[tuple[Any, int]]:
-        """Decode and transform images; as many come out as go in.
-
-        The next readable image also takes an unreadable one's place (at the end, the last one).
-        """
-        owed = 0
-        latest = None
-        for sample in samples:
-            try:
-                latest = decode(sample.data), sample.label
-            except Exception as error:  # noqa: BLE001 - decoders raise anything on damaged bytes
-                self.unreadable.add(sample.position, error)
-                owed += 1
-                continue
-            for _ in range(owed + 1):
-                yield self._transformed(latest)
-            owed = 0
-        if latest is not None:
-            for _ in range(owed):
-                yield self._transformed(latest)
-
-    def _transformed(self, item: tuple[Image.Image, int]) -> tuple[Any, int]:
-        image, label = item
-        return image if self.transform is None else self.transform(image), label
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, side="right"))
 
 
 def expand_shards(pattern: str, split: str) -> tuple[Path, ...]:
@@ -160,23 +70,24 @@ def expand_shards(pattern: str, split: str) -> tuple[Path, ...]:
     folder = Path(pattern)
     if folder.is_dir():
         paths = sorted(folder.glob("*.tar"))
-        words = {path: _WORD.findall(path.stem) for path in paths}
-        of_split = [path for path in paths if any(w.startswith(split) for w in words[path])]
+        of_split = [path for path in paths if _has_word(path.stem, split)]
         return tuple(of_split or paths)
-    pattern = pattern.replace("{split}", split)
-    match = _RANGE.search(pattern)
-    if match:
-        first, last = match.groups()
-        numbers = range(int(first), int(last) + 1)
-        names = [_RANGE.sub(f"{number:0{len(first)}d}", pattern, count=1) for number in numbers]
-        return tuple(path for name in names for path in expand_shards(name, split))
-    if any(character in pattern for character in "*?["):
-        return tuple(sorted(folder.parent.glob(Path(pattern).name)))
-    return (Path(pattern),)
+    found: list[Path] = []
+    expand = require("braceexpand", extra="cli").braceexpand  # comes with webdataset
+    for name in expand(pattern.replace("{split}", split)):
+        path = Path(name)
+        is_glob = any(character in path.name for character in "*?[")
+        found += sorted(path.parent.glob(path.name)) if is_glob else [path]
+    return tuple(found)
 
 
-def index_shards(paths: Sequence[Path]) -> ShardIndex:
-    """Count the images and classes of shards, from files beside them or by reading them once."""
+def _has_word(name: str, start: str) -> bool:
+    words = "".join(c if c.isalnum() else " " for c in name).split()
+    return any(word.startswith(start) for word in words)
+
+
+def open_shards(paths: Sequence[Path]) -> LabelledShards:
+    """Index shards; `classes.txt` beside them, a name a line, names the classes."""
     if not paths:
         raise FileNotFoundError("no tar shards match; check the pattern, such as a-{000..123}.tar")
     missing = [str(path) for path in paths if not path.is_file()]
@@ -185,21 +96,21 @@ def index_shards(paths: Sequence[Path]) -> ShardIndex:
             f"{len(missing)} of {len(paths)} tar shards are missing, {missing[0]} first; "
             "check the pattern"
         )
-    names = _listed_classes(paths[0].parent / "classes.txt")
-    sizes = _listed_sizes(paths)
-    if names and sizes:
-        return ShardIndex(sizes, names)
-    labels = [read_labels(path) for path in paths]
-    num_classes = 1 + max((max(found) for found in labels if found), default=-1)
-    if num_classes == 0:
+    indexed = [_index_shard(path) for path in paths]
+    labels = np.array([label for shard in indexed for label in shard.labels], dtype=np.int64)
+    if not len(labels):
         raise ValueError(f"no images in {len(paths)} tar shards, {paths[0]} first")
-    if names and num_classes > len(names):
+    names = _listed_classes(paths[0].parent / "classes.txt")
+    if names and labels.max() >= len(names):
         raise ValueError(
             f"classes.txt beside {paths[0]} names {len(names)} classes, but labels go up to "
-            f"{num_classes - 1}"
+            f"{labels.max()}"
         )
-    counts = tuple(len(found) for found in labels)
-    return ShardIndex(counts, names or tuple(str(label) for label in range(num_classes)))
+    return LabelledShards(
+        ShardImages(paths, [shard.places for shard in indexed]),
+        labels,
+        names or tuple(str(label) for label in range(labels.max() + 1)),
+    )
 
 
 def _listed_classes(path: Path) -> tuple[str, ...]:
@@ -207,84 +118,71 @@ def _listed_classes(path: Path) -> tuple[str, ...]:
     return tuple(text.removesuffix("\n").split("\n")) if text else ()
 
 
-def _listed_sizes(paths: Sequence[Path]) -> tuple[int, ...]:
-    """Read `sizes.json`; empty where it is absent or does not list every shard."""
-    listed = paths[0].parent / "sizes.json"
-    sizes = json.loads(listed.read_text(encoding="utf-8")) if listed.is_file() else {}
-    known = all(isinstance(sizes.get(path.name), int) for path in paths)
-    return tuple(sizes[path.name] for path in paths) if known else ()
+class _Place(NamedTuple):
+    """Where a member's bytes are in its shard."""
+
+    offset: int
+    size: int
 
 
-def read_labels(path: Path) -> list[int]:
-    """Read the labels of one shard, skipping over its images."""
-    return [_label(path, tar, group) for tar, group in _open_groups(path)]
+class _Indexed(NamedTuple):
+    """The images of one shard, in order."""
+
+    places: list[_Place]
+    labels: list[int]
 
 
-def read_shard(path: Path, start: int, stop: int, offset: int = 0) -> Iterator[Sample]:
-    """Read the images `start` to `stop` of one shard; `offset` counts those of earlier shards."""
-    for position, (tar, group) in enumerate(_open_groups(path)):
-        if position >= stop:
-            return
-        if position >= start:
-            data = _content(tar, _image(path, group))
-            yield Sample(offset + position, data, _label(path, tar, group))
+def _index_shard(path: Path) -> _Indexed:
+    group_by_keys = require("webdataset.tariterators", extra="cli").group_by_keys
+
+    def refuse(error: Exception) -> bool:
+        raise ValueError(f"{path}: {error.args[0]}") from error
+
+    found = _Indexed([], [])
+    with path.open("rb") as file:
+        for sample in group_by_keys(_members(path), handler=refuse):
+            found.places.append(_image(path, sample))
+            found.labels.append(_label(path, file, sample))
+    return found
 
 
-def _open_groups(path: Path) -> Iterator[tuple[tarfile.TarFile, "_Group"]]:
+def _members(path: Path) -> Iterator[dict[str, Any]]:
+    """List the files of a shard as webdataset does, with places instead of contents."""
+    end = path.stat().st_size
     try:
         with tarfile.open(path, "r:") as tar:
-            for group in _groups(tar):
-                yield tar, group
+            for member in tar:
+                if not member.isreg() or member.issparse():
+                    continue
+                if member.offset_data + member.size > end:
+                    raise tarfile.ReadError(f"{member.name} is cut off")
+                place = _Place(member.offset_data, member.size)
+                yield {"fname": member.name, "data": place, "__url__": str(path)}
     except tarfile.TarError as error:
         raise ValueError(f"{path} is no readable tar file ({error}); copy it again") from error
 
 
-class _Group(NamedTuple):
-    """The members of one key, by extension."""
-
-    key: str
-    parts: dict[str, tarfile.TarInfo]
-
-
-def _groups(tar: tarfile.TarFile) -> Iterator[_Group]:
-    """Group neighbouring members by key: the name up to the first dot of its last part."""
-    group = _Group("", {})
-    for member in iter(tar.next, None):
-        tar.members = []  # pyright: ignore[reportAttributeAccessIssue] - lest they pile up
-        if not member.isfile():
-            continue
-        folder, slash, name = member.name.rpartition("/")
-        stem, _, extension = name.partition(".")
-        key = folder + slash + stem
-        if key != group.key:
-            if group.parts:
-                yield group
-            group = _Group(key, {})
-        group.parts[f".{extension.lower()}"] = member
-    if group.parts:
-        yield group
+def _image(path: Path, sample: dict[str, Any]) -> _Place:
+    for extension, place in sample.items():
+        if f".{extension}" in EXTENSIONS:
+            _check_size(path, f"{sample['__key__']}.{extension}", place, _MOST_IMAGE_BYTES)
+            return place
+    parts = sorted(f".{name}" for name in sample if not name.startswith("__"))
+    raise ValueError(f"{path}: {sample['__key__']} has {', '.join(parts)}, but no image among them")
 
 
-def _image(path: Path, group: _Group) -> tarfile.TarInfo:
-    for extension, member in group.parts.items():
-        if extension in EXTENSIONS:
-            return member
-    raise ValueError(
-        f"{path}: {group.key} has {', '.join(sorted(group.parts))}, but no image among them"
-    )
-
-
-def _label(path: Path, tar: tarfile.TarFile, group: _Group) -> int:
-    _image(path, group)
-    if ".cls" not in group.parts:
-        raise ValueError(f"{path}: {group.key} has no .cls file with its class index")
-    label = _content(tar, group.parts[".cls"]).strip()
+def _label(path: Path, file: Any, sample: dict[str, Any]) -> int:
+    key, place = sample["__key__"], sample.get("cls")
+    if place is None:
+        raise ValueError(f"{path}: {key} has no .cls file with its class index")
+    _check_size(path, f"{key}.cls", place, _MOST_LABEL_BYTES)
+    file.seek(place.offset)
+    label = file.read(place.size).strip()
     if not label.isdigit():
-        raise ValueError(f"{path}: {group.key}.cls must hold a class index, not {label[:20]!r}")
+        raise ValueError(f"{path}: {key}.cls must hold a class index, not {label[:20]!r}")
     return int(label)
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    assert file is not None, "only regular files are listed"
-    return file.read()
+def _check_size(path: Path, name: str, place: _Place, most: int) -> None:
+    if place.size > most:
+        raise ValueError(f"{path}: {name} has {place.size} bytes, but must have at most {most}")

@@ -1,11 +1,21 @@
-"""What a detector is to find in an image, as torchvision's detectors and v2 transforms take it."""
+"""What a detector is to find in an image: boxes and masks, as torchvision's detectors take them.
+
+Masks are packed and unpacked by pycocotools, which evaluation scores with as well.
+"""
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchvision import tv_tensors
+from torchvision.ops import masks_to_boxes
 from torchvision.tv_tensors import BoundingBoxFormat
+
+from ltm.extras import require
+
+Mask = NDArray[np.bool_]
 
 
 def make_target(
@@ -40,14 +50,31 @@ def make_target(
 
 def boxes_of(masks: Tensor) -> Tensor:
     """Return the tight box (x0, y0, x1, y1) around each of n masks (n x h x w, none empty)."""
-    if len(masks) == 0:
-        return torch.zeros(0, 4)
-    left, right = _extent(masks.bool().any(1))
-    top, bottom = _extent(masks.bool().any(2))
-    return torch.stack((left, top, right, bottom), 1).float()
+    # torchvision's boxes end at the last pixel, COCO's after it.
+    return masks_to_boxes(masks).float() + torch.tensor([0.0, 0.0, 1.0, 1.0])
 
 
-def _extent(profile: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and one past the last true place of each row."""
-    inside = profile.to(torch.uint8)
-    return inside.argmax(1), profile.shape[1] - inside.flip(1).argmax(1)
+def encode_mask(mask: Tensor) -> dict[str, Any]:
+    """Return a mask as COCO's compressed run lengths; probabilities count from 0.5 on."""
+    flat = mask.detach().reshape(mask.shape[-2:])
+    inside = flat >= 0.5 if flat.is_floating_point() else flat.bool()
+    packed = require("pycocotools.mask", extra="detection").encode(
+        np.asfortranarray(inside.cpu().numpy(), dtype=np.uint8)
+    )
+    return {"size": list(flat.shape), "counts": packed["counts"].decode("ascii")}
+
+
+def decode_mask(segmentation: Any, height: int, width: int) -> Mask:
+    """Return the mask of polygons (x, y, x, y and so on), or of run lengths, plain or compressed.
+
+    Check run lengths from a stranger's file first, as `detection.annotations` does: pycocotools
+    fills up those that are too short.
+    """
+    tools = require("pycocotools.mask", extra="detection")
+    if isinstance(segmentation, list):
+        packed = tools.merge(tools.frPyObjects(segmentation, height, width))
+    elif isinstance(segmentation["counts"], list):
+        packed = tools.frPyObjects(segmentation, height, width)
+    else:
+        packed = segmentation
+    return tools.decode(packed).astype(bool)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ltm.data.masks import Mask, decode_counts, fill_polygons, parse_counts
+from ltm.data.targets import Mask, decode_mask
 
 _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
 
@@ -35,16 +35,9 @@ class CocoAnnotation:
 
     def mask(self, height: int, width: int) -> Mask:
         """Return the object's mask; raise `ValueError`, naming it, where it has none."""
-        try:
-            if not self.segmentation:
-                raise ValueError("is missing")  # noqa: TRY301
-            if isinstance(self.segmentation, list):
-                return fill_polygons(self.segmentation, height, width)
-            counts = self.segmentation["counts"]
-            runs = counts if isinstance(counts, list) else parse_counts(counts)
-            return decode_counts(runs, height, width)
-        except ValueError as error:
-            raise ValueError(f"annotation {self.id}: segmentation: {error}") from error
+        if not self.segmentation:
+            raise ValueError(f"annotation {self.id}: segmentation: is missing")
+        return decode_mask(self.segmentation, height, width)
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,7 @@ def _check_counts(entry: _Entry, counts: Any, image: CocoImage) -> None:
     if not isinstance(counts, list | str):
         raise entry.fault("segmentation", "has no counts")
     try:
-        runs = counts if isinstance(counts, list) else parse_counts(counts)
+        runs = counts if isinstance(counts, list) else _parse_counts(counts)
     except ValueError as error:
         raise entry.fault("segmentation", f"is malformed: {error}") from error
     if not all(_is_a(run, int) and run >= 0 for run in runs):
@@ -205,3 +198,29 @@ def _check_counts(entry: _Entry, counts: Any, image: CocoImage) -> None:
         raise entry.fault(
             "segmentation", f"has counts that do not fill {image.width} x {image.height} pixels"
         )
+
+
+def _parse_counts(text: str) -> list[int]:
+    """Return the run lengths of COCO's compressed form; raise `ValueError` if it is damaged.
+
+    pycocotools trusts its input: it reads on behind a text that ends in the middle of a number.
+    Five bits a character, low ones first, the sixth saying that more follow; from the fourth
+    number on, differences to the last but one.
+    """
+    counts: list[int] = []
+    value = shift = 0
+    for code in text.encode("ascii", "replace"):
+        bits = code - 48
+        if not 0 <= bits < 64:
+            raise ValueError(f"compressed run lengths contain {chr(code)!r}")
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        counts.append(value + (counts[-2] if len(counts) > 2 else 0))
+        value = shift = 0
+    if shift:
+        raise ValueError("compressed run lengths end in the middle of a number")
+    return counts

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 
-from ltm.data.folders import StoredImages, list_images
+from ltm.data.folders import FileImages, Files, list_images, open_files
 from ltm.data.images import ImageFiles, UnreadableImages, next_readable
 from ltm.data.shapes import JointTransform, ShapesDetection, shapes_options
-from ltm.data.stores import FileStore, open_store
 from ltm.data.targets import make_target
 from ltm.detection.annotations import CocoAnnotation, CocoAnnotations, CocoImage, check_annotations
 
@@ -155,14 +154,14 @@ def open_detection(
     """
     if str(source).partition(":")[0] == "shapes":
         return _open_shapes(str(source), split, transforms)
-    store = open_store(source)
-    if store is None:
+    files = open_files(source)
+    if files is None:
         raise FileNotFoundError(
             f"no data at {source}; give a COCO folder, a .zip archive of one, or shapes"
         )
-    found = _read_annotations(store, split, annotations)
+    found = _read_annotations(files, split, annotations)
     return CocoDetection(
-        StoredImages(store, _image_paths(store, found.images, split)),
+        FileImages(files, _image_paths(files, found.images, split)),
         found,
         masks=masks,
         crowd=crowd,
@@ -184,16 +183,14 @@ def _open_shapes(source: str, split: str, transforms: JointTransform | None) -> 
     )
 
 
-def _read_annotations(
-    store: FileStore, split: str, annotations: str | Path | None
-) -> CocoAnnotations:
+def _read_annotations(files: Files, split: str, annotations: str | Path | None) -> CocoAnnotations:
     """Read the given annotation file, or the one found under a usual name, one folder deep."""
     if annotations is not None and Path(annotations).is_file():
         where, content = str(annotations), Path(annotations).read_bytes()
     else:
         usual = [str(annotations)] if annotations else _usual_names(split)
-        inside = _find_annotations(store, usual)
-        where, content = f"{store.path}/{inside}", store.read(inside)
+        inside = _find_annotations(files, usual)
+        where, content = f"{files.path}/{inside}", files.read(inside)
     try:
         data = json.loads(content)
     except ValueError as error:
@@ -201,14 +198,14 @@ def _read_annotations(
     return check_annotations(data, where)
 
 
-def _find_annotations(store: FileStore, usual: list[str]) -> str:
-    names = set(store.names())
+def _find_annotations(files: Files, usual: list[str]) -> str:
+    names = set(files.names())
     tops = sorted({name.split("/", 1)[0] for name in names if "/" in name})
     for name in [*usual, *(f"{top}/{name}" for top in tops for name in usual)]:
         if name in names:
             return name
     known = ", ".join(usual)
-    raise FileNotFoundError(f"{store.path} has none of {known}; name the annotation file")
+    raise FileNotFoundError(f"{files.path} has none of {known}; name the annotation file")
 
 
 def _usual_names(split: str) -> list[str]:
@@ -216,13 +213,13 @@ def _usual_names(split: str) -> list[str]:
     return [*ours, f"{split}/instances.json", "instances.json", "annotations/instances.json"]
 
 
-def _image_paths(store: FileStore, images: Sequence[CocoImage], split: str) -> list[str]:
+def _image_paths(files: Files, images: Sequence[CocoImage], split: str) -> list[str]:
     """Find every image of an annotation file: by its path's end, most often its bare name.
 
     Of several the one is meant that lies in a folder of the split (`val`, `val2017`).
     """
     by_name: dict[str, list[str]] = {}
-    for path in list_images(store).images:
+    for path in list_images(files).images:
         by_name.setdefault(PurePosixPath(path).name, []).append(path)
     paths = []
     for image in images:
@@ -230,20 +227,20 @@ def _image_paths(store: FileStore, images: Sequence[CocoImage], split: str) -> l
         found = [path for path in candidates if f"/{path}".endswith(f"/{image.file_name}")]
         if not found:
             raise FileNotFoundError(
-                f"{store.path} lacks {image.file_name}, the file_name of image {image.id}"
+                f"{files.path} lacks {image.file_name}, the file_name of image {image.id}"
             )
-        paths.append(found[0] if len(found) == 1 else _one_of(found, image, store, split))
+        paths.append(found[0] if len(found) == 1 else _one_of(found, image, files, split))
     return paths
 
 
-def _one_of(found: list[str], image: CocoImage, store: FileStore, split: str) -> str:
+def _one_of(found: list[str], image: CocoImage, files: Files, split: str) -> str:
     folders = {path: PurePosixPath(path).parent.parts for path in found}
     chosen = [path for path in found if any(part.startswith(split) for part in folders[path])]
     if image.file_name in found:
         chosen = [image.file_name]
     if len(chosen) != 1:
         raise ValueError(
-            f"{store.path} has {found[0]} and {found[1]}: either could be {image.file_name}, the "
+            f"{files.path} has {found[0]} and {found[1]}: either could be {image.file_name}, the "
             f"file_name of image {image.id}; write the folder into file_name"
         )
     return chosen[0]

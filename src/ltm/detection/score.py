@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ltm.core.cost import evaluating
-from ltm.data.masks import encode_counts
+from ltm.data.targets import encode_mask
 
 Result = dict[str, Any]
 """One detection as COCO writes it: image_id, category_id, score, bbox, and maybe segmentation."""
@@ -128,28 +128,6 @@ def coco_results(
             result["segmentation"] = encode_mask(masks[place])
         results.append(result)
     return results
-
-
-def encode_mask(mask: Tensor) -> dict[str, Any]:
-    """A mask as COCO's compressed run lengths; probabilities count from 0.5 on."""
-    flat = mask.detach().reshape(mask.shape[-2:])
-    inside = flat >= 0.5 if flat.is_floating_point() else flat.bool()
-    counts = compress_counts(encode_counts(inside.cpu().numpy()))
-    return {"size": [int(side) for side in flat.shape], "counts": counts}
-
-
-def compress_counts(counts: Sequence[int]) -> str:
-    """Run lengths in COCO's compressed form, which `ltm.data.masks.parse_counts` reads."""
-    characters: list[str] = []
-    for place, count in enumerate(counts):
-        value = count - counts[place - 2] if place > 2 else count
-        more = True
-        while more:
-            bits = value & 31
-            value >>= 5
-            more = value != (-1 if bits & 16 else 0)
-            characters.append(chr(48 + bits + (32 if more else 0)))
-    return "".join(characters)
 
 
 def write_results(path: str | Path, results: Sequence[Result]) -> Path:

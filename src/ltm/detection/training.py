@@ -204,7 +204,7 @@ class DetectionTrainer:
     def _train(self, epoch: int) -> dict[str, float]:
         """Mean losses of an epoch, by name."""
         self.model.train()
-        self.loader.set_epoch(epoch, more=epoch + 1 < self.settings.optim.epochs)
+        self.loader.set_epoch(epoch)
         title = f"epoch {epoch + 1}/{self.settings.optim.epochs}"
         sums: dict[str, Tensor] = {}
         with (

@@ -14,8 +14,8 @@ from ltm.models import check_classes, require_least
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ltm.data.classification import LabelledImages
     from ltm.data.config import DataConfig
+    from ltm.data.images import ImageDataset
     from ltm.data.transforms import ImageSpec
 
 _LEAST_CALIBRATION = 32
@@ -24,15 +24,11 @@ _LEAST_CALIBRATION = 32
 
 def open_images(source: str, split: str, images: int | None = None) -> Any:
     """The labelled images; what is no image is an error, lest another take its place unnoticed."""
-    from ltm.data.classification import open_dataset
+    from ltm.data.datasets import open_dataset
 
     require_least("images", images)
     dataset = open_dataset(source, split=split, max_unreadable=0)
-    if images is None:
-        return dataset
-    if not hasattr(dataset, "take"):
-        raise ValueError("images: tar shards are evaluated as a whole; leave it out")
-    return dataset.take(images)  # pyright: ignore[reportAttributeAccessIssue]
+    return _take(dataset, images)
 
 
 def expected_images(model: nn.Module, config: DataConfig) -> ImageSpec:
@@ -65,7 +61,7 @@ def load_batches(
 
 def sample_images(dataset: Any, source: str, model: nn.Module, number: int) -> Tensor:
     """The same few images, spread over the data, in every process."""
-    few = dataset.take(number) if hasattr(dataset, "take") else dataset
+    few = dataset.take(number)
     batches = load_batches(few, source, model, batch_size=number, workers=0, labelled=False)
     return next(iter(batches))[0]
 
@@ -74,8 +70,8 @@ def sample_images(dataset: Any, source: str, model: nn.Module, number: int) -> T
 class Partition:
     """Images to evaluate, and images for calibration: none is in both."""
 
-    evaluation: LabelledImages
-    calibration: LabelledImages | None
+    evaluation: ImageDataset
+    calibration: ImageDataset | None
     reason: str = ""
     """Why there are none for calibration."""
 
@@ -89,7 +85,7 @@ def part_images(
     third of all, and the rest is evaluated. What is no image is an error, lest another take its
     place unnoticed.
     """
-    from ltm.data.classification import open_dataset
+    from ltm.data.datasets import open_dataset
 
     require_least("images", images)
     require_least("calibration-images", calibration_images, 0)
@@ -108,9 +104,6 @@ def part_images(
         return Partition(
             evaluation=_take(dataset, images), calibration=None, reason=str(error).rstrip(".")
         )
-    if getattr(training, "paths", None) is not None:
-        reason = "tar shards are read in sequence, and a few of their images cannot be picked"
-        return Partition(evaluation=_take(dataset, images), calibration=None, reason=reason)
     return Partition(
         evaluation=_take(dataset, images), calibration=_take(training, calibration_images)
     )
@@ -119,7 +112,7 @@ def part_images(
 def _part_unsplit(dataset: Any, images: int | None, wanted: int) -> Partition:
     """Set evenly spread images aside, the same ones whatever number is evaluated."""
     number = min(wanted, len(dataset) // 3)
-    if number < _LEAST_CALIBRATION or not hasattr(dataset, "indices"):
+    if number < _LEAST_CALIBRATION:
         reason = f"{len(dataset)} images are too few to set some aside"
         return Partition(evaluation=_take(dataset, images), calibration=None, reason=reason)
     calibration = dataset.take(number)
@@ -130,8 +123,4 @@ def _part_unsplit(dataset: Any, images: int | None, wanted: int) -> Partition:
 
 
 def _take(dataset: Any, images: int | None) -> Any:
-    if images is None:
-        return dataset
-    if not hasattr(dataset, "take"):
-        raise ValueError("images: tar shards are read as a whole; leave it out")
-    return dataset.take(images)
+    return dataset if images is None else dataset.take(images)

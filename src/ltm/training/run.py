@@ -14,7 +14,8 @@ from rich.console import Console
 from torch import nn
 
 from ltm.api import conversion_of, is_merging, report, save
-from ltm.data.classification import LabelledImages, Splits, open_splits
+from ltm.data.datasets import Splits, open_splits
+from ltm.data.images import ImageDataset
 from ltm.data.loading import Loader, evaluation_loader, training_loader
 from ltm.models import plain
 from ltm.training.budget import measure_share, set_thresholds_
@@ -179,7 +180,7 @@ def _loaders(fabric: Fabric, settings: TrainSettings, model: nn.Module, splits: 
     wanted = settings.merge.statistics_images
 
     def clean() -> FirstBatches:
-        subset = splits.train.take(wanted) if hasattr(splits.train, "take") else splits.train
+        subset = splits.train.take(wanted)
         loader: Loader = evaluation_loader(subset, spec, settings.data, **place)
         share = -(-wanted // (settings.data.batch_size * fabric.world_size))
         # Sharded networks run in step: no process may have a batch more than another.
@@ -297,7 +298,7 @@ def _meet_budget(trainer: Trainer, splits: Splits, model: nn.Module) -> dict[str
     }
 
 
-def _spread_images(dataset: LabelledImages, trainer: Trainer, model: nn.Module) -> torch.Tensor:
+def _spread_images(dataset: ImageDataset, trainer: Trainer, model: nn.Module) -> torch.Tensor:
     """A few images of all classes, the same in every process, which then decide alike."""
     settings, few = trainer.settings, dataset.take(THRESHOLD_IMAGES)
     spec, device = spec_of(settings, model), trainer.fabric.device

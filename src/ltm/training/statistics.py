@@ -14,7 +14,7 @@ from torch import nn
 
 from ltm.api import collect_statistics_, is_merging, mergers, observe_, watching
 from ltm.core.cost import evaluating
-from ltm.data.batches import Batch
+from ltm.data.loading import Batch
 from ltm.methods.ltm.step import LTMMerger
 
 

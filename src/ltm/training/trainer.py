@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ltm.api import is_merging, merging_off, observe_, report
-from ltm.data.batches import Batch, Lookahead
-from ltm.data.loading import Loader
+from ltm.data.loading import Batch, Loader, Lookahead
 from ltm.data.sampling import make_key
 from ltm.data.transforms import BatchMixup
 from ltm.methods.base import Site
@@ -168,7 +167,7 @@ class Trainer:
         train_mode_(self.model)
         forget_sums_(self.model)
         loader, totals = self.loaders.train, Totals(self.fabric.device)
-        loader.set_epoch(epoch, more=epoch + 1 < self.settings.optim.epochs)
+        loader.set_epoch(epoch)
         watch = merging and self.settings.statistics_from_epoch and needs_statistics(self.model)
         paused = is_merging(self.model) and not merging
         title = f"epoch {epoch + 1}/{self.settings.optim.epochs}"

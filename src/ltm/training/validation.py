@@ -14,7 +14,7 @@ from ltm.api import Record, is_merging, watching
 from ltm.core.bottleneck import BETA, InformationBottleneck, information_bottleneck
 from ltm.core.clustering import image_features
 from ltm.core.cost import evaluating
-from ltm.data.batches import Batch
+from ltm.data.loading import Batch
 from ltm.methods.base import token_size
 from ltm.training.fabric import Fabric, in_step, total_over_processes
 

@@ -1,7 +1,4 @@
-"""Write data sets as files: class folders, archives, tar shards, COCO folders.
-
-To look at generated pictures, to hand them to other tools, and to test readers.
-"""
+"""Generated data sets as files: class folders, archives, tar shards, COCO folders."""
 
 import io
 import json

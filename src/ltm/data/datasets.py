@@ -1,108 +1,28 @@
-"""The door to labelled images: folders, .zip archives, tar shards, Hugging Face, generated shapes.
+"""Open labelled images: folders, .zip archives, tar shards, Hugging Face, generated shapes.
 
-`open_dataset` tells them apart by the source's form; everything it returns has `class_names`,
-`num_classes`, `split`, `len`, and `(image, label)` items, images in RGB.
+`open_dataset` tells them apart by the source's form, and returns an `ImageDataset` for each.
 """
 
-from collections.abc import Callable, Sequence
-from copy import copy
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
-from torch.utils.data import Dataset
 
 from ltm.data.config import DataConfig
-from ltm.data.folders import StoredImages, label_paths, list_images
-from ltm.data.images import ImageFiles, OnDevices, UnreadableImages, next_readable, to_rgb
-from ltm.data.shapes import ShapesClassification, Transform, shapes_options
-from ltm.data.shards import TarShards, expand_shards
-from ltm.data.stores import open_store
-
-
-class ImageDataset(Dataset[tuple[Any, int]]):
-    """Labelled image files, by index; PIL images where there is no transform.
-
-    An unreadable image is reported by its path and replaced by the next readable one, label
-    included; the `max_unreadable + 1`-th raises `UnreadableImagesError` with all the paths.
-    """
-
-    def __init__(
-        self,
-        files: ImageFiles,
-        labels: np.ndarray,
-        class_names: tuple[str, ...],
-        *,
-        split: str = "all",
-        transform: Transform | None = None,
-        max_unreadable: int = 10,
-    ) -> None:
-        if len(files) != len(labels):
-            raise ValueError(f"{len(files)} images have {len(labels)} labels")
-        self.class_names = class_names
-        self.split = split
-        self.transform = transform
-        self.unreadable = UnreadableImages(len(files), max_unreadable, files.name)
-        self._files = files
-        self._labels = np.asarray(labels, dtype=np.int64)
-        self.indices: Sequence[int] = range(len(files))
-        self.kept = OnDevices()
-        """All images by device, where they are kept there; shared by all views of these files."""
-
-    @property
-    def num_classes(self) -> int:
-        """Return the number of classes, including those without images."""
-        return len(self.class_names)
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Return every image's label, without reading the images."""
-        return self._labels[np.asarray(self.indices)]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        start = range(len(self))[index]
-        image, file = next_readable(self._files, self.unreadable, self.indices, start)
-        return image if self.transform is None else self.transform(image), int(self._labels[file])
-
-    def name(self, index: int) -> str:
-        """Return an image's path."""
-        return self._files.name(self.indices[index])
-
-    def with_transform(self, transform: Transform | None) -> "ImageDataset":
-        """Return the same images under another transform."""
-        changed = copy(self)
-        changed.transform = transform
-        return changed
-
-    def whole(self) -> "ImageDataset":
-        """Return all images of the files."""
-        changed = copy(self)
-        changed.indices = range(len(self._files))
-        return changed
-
-    def take(self, num_images: int) -> "ImageDataset":
-        """Return `num_images` images spread evenly over all (all of them if there are fewer)."""
-        if num_images < 1:
-            raise ValueError(f"num_images is {num_images}, but must be at least 1")
-        count = min(num_images, len(self))
-        taken = copy(self)
-        taken.indices = [self.indices[place * len(self) // count] for place in range(count)]
-        return taken
-
-
-LabelledImages = ImageDataset | ShapesClassification | TarShards
+from ltm.data.folders import FileImages, label_paths, list_images, open_files
+from ltm.data.images import ImageDataset, Transform, to_rgb
+from ltm.data.shapes import ShapesClassification, shapes_options
+from ltm.data.shards import ShardImages, expand_shards, open_shards
+from ltm.extras import require
 
 
 class Splits(NamedTuple):
     """What a training run reads."""
 
-    train: LabelledImages
-    val: LabelledImages
+    train: ImageDataset
+    val: ImageDataset
 
 
 def open_dataset(
@@ -112,7 +32,7 @@ def open_dataset(
     transform: Transform | None = None,
     max_unreadable: int = 10,
     holdout_ratio: float = 0.0,
-) -> LabelledImages:
+) -> ImageDataset:
     """Open labelled images.
 
     Args:
@@ -146,8 +66,8 @@ def open_splits(config: DataConfig) -> Splits:
         )
         for split in (config.train_split, config.val_split)
     )
-    if isinstance(train, TarShards) and isinstance(val, TarShards):
-        _refuse_shared(train, val, config)
+    if isinstance(train.files, ShardImages) and isinstance(val.files, ShardImages):
+        _refuse_shared(train.files, val.files, config)
     # Shards without names know their classes by the highest label only.
     if train.class_names[: val.num_classes] != val.class_names:
         raise ValueError(
@@ -157,7 +77,7 @@ def open_splits(config: DataConfig) -> Splits:
     return Splits(train, val)
 
 
-def _refuse_shared(train: TarShards, val: TarShards, config: DataConfig) -> None:
+def _refuse_shared(train: ShardImages, val: ShardImages, config: DataConfig) -> None:
     shared = sorted(set(train.paths) & set(val.paths))
     if shared:
         raise ValueError(
@@ -169,11 +89,11 @@ def _refuse_shared(train: TarShards, val: TarShards, config: DataConfig) -> None
 def _open_files(
     source: str, split: str, transform: Transform | None, max_unreadable: int, holdout_ratio: float
 ) -> ImageDataset:
-    store = open_store(source)
-    assert store is not None, "recognised before"
-    found = label_paths(list_images(store), split, holdout_ratio)
+    files = open_files(source)
+    assert files is not None, "recognised before"
+    found = label_paths(list_images(files), split, holdout_ratio)
     return ImageDataset(
-        StoredImages(store, found.paths),
+        FileImages(files, found.paths),
         found.labels,
         found.class_names,
         split=found.split,
@@ -184,9 +104,18 @@ def _open_files(
 
 def _open_shards(
     source: str, split: str, transform: Transform | None, max_unreadable: int, _: float
-) -> TarShards:
+) -> ImageDataset:
     paths = expand_shards(source, split)
-    return TarShards(paths, split=split, transform=transform, max_unreadable=max_unreadable)
+    is_split = any(expand_shards(source, other) != paths for other in ("train", "val"))
+    found = open_shards(paths)
+    return ImageDataset(
+        found.images,
+        found.labels,
+        found.class_names,
+        split=split if is_split else "all",
+        transform=transform,
+        max_unreadable=max_unreadable,
+    )
 
 
 def _open_shapes(
@@ -228,12 +157,7 @@ class _HuggingFaceImages:
 def _open_hugging_face(
     source: str, split: str, transform: Transform | None, max_unreadable: int, _: float
 ) -> ImageDataset:
-    try:
-        datasets = import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{source} needs the package datasets; install it with: pip install datasets"
-        ) from error
+    datasets = require("datasets")
     name, _colon, config = source.removeprefix("hf:").partition(":")
     known = datasets.get_dataset_split_names(name, config or None)
     chosen = next((alias for alias in _SPLIT_ALIASES.get(split, (split,)) if alias in known), None)
@@ -273,7 +197,7 @@ def _is_folder_of_shards(source: str) -> bool:
     )
 
 
-_Open = Callable[[str, str, Transform | None, int, float], LabelledImages]
+_Open = Callable[[str, str, Transform | None, int, float], ImageDataset]
 
 # The first that recognises a source opens it. A folder named "shapes" is written ./shapes.
 _SOURCES: tuple[tuple[Callable[[str], bool], _Open], ...] = (

@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ltm.data.classification import ImageDataset, open_dataset, open_splits
 from ltm.data.config import DataConfig
-from ltm.data.images import UnreadableImagesError, UnreadableImageWarning, decode
+from ltm.data.datasets import open_dataset, open_splits
+from ltm.data.images import (
+    ImageDataset,
+    UnreadableImagesError,
+    UnreadableImageWarning,
+    decode,
+)
 from ltm.data.shapes import ShapesClassification
-from ltm.data.shards import TarShards
+from ltm.data.shards import ShardImages
 
 
 def save(path, colour=(10, 20, 30), mode="RGB", size=(6, 5)):
@@ -258,7 +263,7 @@ def test_generated_shapes_are_the_default():
 
 def test_shards_come_through_the_same_door(shards):
     dataset = open_dataset(shards, split="train")
-    assert isinstance(dataset, TarShards)
+    assert isinstance(dataset.files, ShardImages)
     assert len(dataset) == 24
 
 
