@@ -11,16 +11,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ltm
-from ltm.adapters.base import attention_bias
 from ltm.core.clustering import class_membership
 from ltm.core.matching import merge_in_order
 from ltm.core.merge import GridMerge
 from ltm.core.statistics import ClassStatistics
-from ltm.kernels import fused, triton as kernels
-from ltm.methods.base import Hints, Site, token_size
+from ltm.kernels import Rule, dispatch, enable, triton as kernels, weigh
+from ltm.kernels.attention import size_bias
+from ltm.kernels.matching import by_attention, match_least_harm
+from ltm.methods.base import Site
 from ltm.methods.ltm.axis import Axis
-from ltm.methods.ltm.harm import Patches, match_least_harm
-from ltm.methods.ltm.matching import MatchingMerger
 from ltm.methods.ltm.step import InformativeStep
 from toys import pictures, size_of, toy
 
@@ -83,21 +82,12 @@ def compare(
     if tied:
         tokens[:, -8:] = tokens[:, -16:-8]
         attention[:, -16:] = 0.5
-    k = num_prefix
-    patches = Patches(
-        tokens=tokens[:, k:],
-        size=None if size is None else size[:, k:],
-        attention=None if attention is None else attention[:, k:],
-    )
-    match = match_least_harm(
-        patches, num_leaving, protection=protection, alternate=False, num_prefix=num_prefix
-    )
+    rule = Rule(num_leaving=num_leaving, num_prefix=num_prefix, protection=protection, attended=0.5)
+    match = match_least_harm(tokens, rule, size=size, attention=attention)
     given = torch.rand(shape, device=DEVICE) if weighed else None
-    hints = Hints(num_out=num_patches - num_leaving, size=size, importance=attention)
-    weight = token_size(tokens, hints) if given is None else given
+    weight = by_attention(given, tokens, size, attention, replace(rule, attended=0.0))
     unattended = merge_in_order(match, weight, prune=prune).weight
-    merger = MatchingMerger(Site(**SITE, num_prefix=k), ltm.LTM(attended=0.5))
-    weight = merger.by_attention(weight, hints)
+    weight = by_attention(given, tokens, size, attention, rule)
     merge = merge_in_order(match, weight, keep_norm=True, prune=prune)
     weights = {}
     for power in (0.0, 0.5):
@@ -143,8 +133,7 @@ def decided(images, offset, dtype):
     """How many places are those of the plain path, of tokens that have much in common."""
     torch.manual_seed(0)
     tokens = torch.randn(images, 46, 40, device=DEVICE).add(offset).to(dtype)
-    patches = Patches(tokens=tokens[:, 1:].float(), size=None, attention=None)
-    match = match_least_harm(patches, 25, protection=0.0, alternate=False, num_prefix=1)
+    match = match_least_harm(tokens.float(), Rule(num_leaving=25, num_prefix=1))
     expected = merge_in_order(match, tokens.new_ones(images, 46).float()).assignment
     found = kernels.assign(tokens, None, None, None, 25, 1, 0.0, 0.0, 1e-4, prune=False)[0]
     return float((found == expected).float().mean())
@@ -155,8 +144,8 @@ def repeat():
     torch.manual_seed(0)
     tokens = torch.randn(128, 197, 384, device=DEVICE, dtype=torch.float16)
     attention = torch.rand(128, 197, device=DEVICE)
-    patches = Patches(tokens=tokens[:, 1:].float(), size=None, attention=attention[:, 1:])
-    match = match_least_harm(patches, 60, protection=1.0, alternate=False, num_prefix=1)
+    rule = Rule(num_leaving=60, num_prefix=1, protection=1.0)
+    match = match_least_harm(tokens.float(), rule, attention=attention)
     expected = merge_in_order(match, torch.ones_like(attention)).assignment
     found = [
         kernels.assign(tokens, None, attention, None, 60, 1, 1.0, 0.0, 1e-4, prune=False)[0]
@@ -173,7 +162,7 @@ def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
     qkv = torch.randn(batch, num_tokens, 3 * heads * width, device=DEVICE)
     size = torch.randint(0, 6, (1 if shared else batch, num_tokens), device=DEVICE).float()
     query, key, value = qkv.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
-    bias = attention_bias(size, qkv.dtype, 0.9)
+    bias = size_bias(size, qkv.dtype, 0.9)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     found = kernels.attention(qkv.to(dtype), size, heads, width**-0.5, 0.9)
     scores = query[:, :, :1] @ key.mT * width**-0.5 + bias
@@ -208,10 +197,10 @@ def inform(num_classes, images, dtype, autocast=False, num_tokens=40, width=72, 
     tokens = torch.randn(images, num_tokens, width, device=DEVICE) + 1
     size = torch.randint(1, 6, (images, num_tokens), device=DEVICE).float()
     carry = torch.randn(images, num_tokens - k, device=DEVICE)
-    expected = step(tokens[:, k:], size[:, k:], None, carry)
+    expected, weights = weigh(tokens, size, carry, step.step(None), k)
+    known = step.to(dtype).step(None).arguments()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        logits, weight = step.to(dtype).weigh(tokens.to(dtype), size, carry, k)
-    weights = torch.cat([size[:, :k], size[:, k:] * expected.exp()], dim=1)
+        logits, weight = kernels.inform(tokens.to(dtype), size, carry, *known, k)
     return [
         float((logits - expected).abs().max()),
         float((weight / weights - 1).abs().max()),
@@ -221,7 +210,7 @@ def inform(num_classes, images, dtype, autocast=False, num_tokens=40, width=72, 
 @torch.no_grad()
 def placed(images, k, dtype, prune=False, bare=False, num_leaving=15, **settings):
     """Weighing and placing at once, against one after the other: places, weights, logits."""
-    known = informed(20, 24, **settings).to(dtype).for_kernels()
+    known = informed(20, 24, **settings).to(dtype).step(None).arguments()
     tokens = (torch.randn(images, 40 + k, 24, device=DEVICE) + 1).to(dtype)
     size = None if bare else torch.randint(1, 6, tokens.shape[:2], device=DEVICE).float()
     carry = None if bare else torch.randn(images, 40, device=DEVICE)
@@ -247,11 +236,11 @@ def grid(sides, places, channels, weighed, images=3, dtype=torch.float32):
     weight = torch.rand(images, sides[0] * sides[1], device=DEVICE) if weighed else None
     merge = GridMerge(rows=rows, columns=columns, weight=weight)
     expected = merge(tokens)
-    fused.enable()
+    enable()
     try:
         return float((merge(tokens.to(dtype)).float() - expected).abs().max())
     finally:
-        fused.enable(False)
+        enable(False)
 
 
 @torch.no_grad()
@@ -265,13 +254,13 @@ def whole(config, dtype, family="vit"):
         ltm.freeze_(model)
     with FlopCounterMode(display=False) as plain_count:
         expected = model(images)
-    fused.enable()
+    enable()
     try:
         with FlopCounterMode(display=False) as count:
             model(images)
         outputs = model.to(dtype)(images.to(dtype)).float()
     finally:
-        fused.enable(False)
+        enable(False)
     plain = model.to(dtype)(images.to(dtype)).float()
     differences = [float((y - expected).norm() / expected.norm()) for y in (outputs, plain)]
     return [*differences, count.get_total_flops() / plain_count.get_total_flops()]
@@ -284,7 +273,7 @@ def captured(config):
     ltm.merge_tokens_(model, config, size_of("vit"))
     ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
     expected = model(images)
-    fused.enable()
+    enable()
     try:
         model(images)
         graph = torch.cuda.CUDAGraph()
@@ -293,7 +282,7 @@ def captured(config):
         for _ in range(20):
             graph.replay()
     finally:
-        fused.enable(False)
+        enable(False)
     return float((outputs - expected).norm() / expected.norm())
 
 
@@ -307,9 +296,9 @@ def learns(config):
     found = []
     for on in (True, False):
         model.zero_grad()
-        fused.enable(on)
+        enable(on)
         model(images).square().sum().backward()
-        fused.enable(False)
+        enable(False)
         found.append([float(gain.grad) for gain in gains])
     return found
 
@@ -317,9 +306,9 @@ def learns(config):
 def main():
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
-    fused.enable(False)
+    enable(False)
     if DEVICE == "cpu":
-        fused._runs_on = lambda _: True
+        dispatch._runs_on = lambda _: True
     results = {
         "kernels": {name: compare(**case) for name, case in CASES.items()},
         "attention": {str(t): attend(t, shared) for t, shared in ((17, False), (197, True))},

@@ -13,7 +13,7 @@ import torch
 
 import ltm
 from ltm.api import mergers
-from ltm.kernels import fused
+from ltm.kernels import dispatch
 from toys import pictures, size_of, toy
 
 CASES = {
@@ -86,14 +86,14 @@ def with_kernels(case: str) -> dict[str, list[str]]:
         found["compiled"] = operators(graph)
         return graph
 
-    runs_on, fused._runs_on = fused._runs_on, lambda _: True
+    runs_on, dispatch._runs_on = dispatch._runs_on, lambda _: True
     try:
         torch._dynamo.reset()
         with suppress(Exception):  # traced whole, but there is nothing that could run it
             torch.compile(model, fullgraph=True, backend=look)(images)
         found["exported"] = operators(torch.export.export(model, (images,)).graph_module)
     finally:
-        fused._runs_on = runs_on
+        dispatch._runs_on = runs_on
     return found
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from triton.backends.compiler import GPUTarget
 
 import ltm
-from ltm.kernels import fused
+from ltm.kernels import dispatch
 
 SIDE, CLASSES = 64, 10
 SITES, COUNTS = (3, 5, 8), (14, 12, 9)
@@ -72,9 +72,9 @@ def network(config: ltm.LTM | None, statistics_of: DataLoader[Any] | None = None
         return model
     ltm.merge_tokens_(model, config)
     if statistics_of is not None:
-        before = fused.enable(False)
+        before = dispatch.enable(False)
         ltm.collect_statistics_(model, statistics_of)
-        fused.enable(before)
+        dispatch.enable(before)
     return ltm.freeze_(model)
 
 
@@ -87,7 +87,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(_Driver())
-    fused._runs_on = lambda x: x.device.type == "cpu"  # noqa: SLF001
+    dispatch._runs_on = lambda x: x.device.type == "cpu"  # noqa: SLF001
     images = TensorDataset(torch.randn(40, 3, SIDE, SIDE), torch.arange(40) % CLASSES)
     planned: dict[str, Any] = {"sites": SITES, "counts": COUNTS}
     models = {

@@ -11,7 +11,8 @@ from torch import Tensor
 from ltm.core import mask_gradient
 from ltm.core.bottleneck import negative_entropy, sample_bounds
 from ltm.core.clustering import class_membership, normalise
-from ltm.core.mask_gradient import feature_gradient, pooled_gradient, psi, token_gradient
+from ltm.core.mask_gradient import feature_gradient, psi, token_gradient
+from ltm.kernels.weighing import bound_gradient, pooled_gradient
 from strategies import betas, variational
 
 
@@ -136,9 +137,7 @@ def test_the_prepared_gradient_is_the_same(problem: Problem) -> None:
         phi = class_membership(x, centroids, problem.beta, problem.present)
         paid = psi(problem.q, phi if labels is None else labels)
         expected = feature_gradient(x, centroids, paid, problem.beta, problem.present)
-        actual = mask_gradient.prepared_gradient(
-            x, centroids, offsets, costs, beta=problem.beta, labels=labels
-        )
+        actual = bound_gradient(x, centroids, offsets, costs, beta=problem.beta, labels=labels)
         assert_same(actual, expected, scale_of(problem.beta, paid, x))
 
 

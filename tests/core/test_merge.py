@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ltm.core.groups import MatchedMerge
 from ltm.core.merge import (
     DenseMerge,
     GridMerge,
+    MatchedMerge,
     StaticMerge,
     compose_weights,
     restore_through,
 )
-from ltm.kernels.operators import widened
+from ltm.kernels import widened
 
 B, K, C = 3, 2, 5
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from timm.layers.attention import Attention
 
-from ltm.kernels import fused
+from ltm.kernels import attention as attention_step, dispatch
 
 pytestmark = pytest.mark.slow
 
@@ -19,10 +20,11 @@ TESTS = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def found():
     pytest.importorskip("triton", reason="Triton is for Linux")
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     run = subprocess.run(
         [sys.executable, str(TESTS / "kernels_worker.py")],
-        env={**os.environ, **interpreted, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, **interpreted, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         check=False,
@@ -113,32 +115,36 @@ def test_what_trains_on_a_frozen_network_has_the_gradients_of_the_plain_path(fou
 
 def test_they_are_for_inference_on_a_gpu():
     tokens = torch.zeros(1, 9, 4)
-    before = fused.enable()
+    before = dispatch.enable()
     try:
-        assert not fused.takes(tokens)
+        assert not dispatch.uses_triton(tokens)
     finally:
-        fused.enable(before)
+        dispatch.enable(before)
 
 
 def test_wide_networks_have_their_importance_from_a_kernel(monkeypatch):
-    monkeypatch.setattr(fused, "_runs_on", lambda _: True)
-    before = fused.enable()
+    asked = []
+    monkeypatch.setattr(dispatch, "_runs_on", lambda _: True)
+    monkeypatch.setattr(attention_step, "_importance", lambda *_: asked.append(_) or torch.zeros(1))
+    before = dispatch.enable()
     try:
-        assert fused.takes_importance(torch.zeros(1, 197, 3 * 768), 64)
-        assert not fused.takes_importance(torch.zeros(1, 577, 3 * 768), 64)
-        assert not fused.takes_importance(torch.zeros(1, 197, 3 * 768), 96)
+        for num_tokens, num_heads in ((577, 12), (197, 8), (197, 12)):
+            assert not asked
+            layer, qkv = Attention(768, num_heads).eval(), torch.zeros(1, num_tokens, 3 * 768)
+            attention_step.importance(layer, qkv, None, class_token=True)
+        assert asked
     finally:
-        fused.enable(before)
+        dispatch.enable(before)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels can be built")
 def test_where_they_cannot_be_built_the_plain_path_is_taken_with_a_warning(monkeypatch):
     capability = {"value": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability["value"])
-    fused._works_on.cache_clear()
+    dispatch._works_on.cache_clear()
     with pytest.warns(RuntimeWarning, match="LTM_KERNELS=0"):
-        assert not fused._works_on(0)
+        assert not dispatch._works_on(0)
     capability["value"] = (6, 1)
-    fused._works_on.cache_clear()
-    assert not fused._works_on(0)
-    fused._works_on.cache_clear()
+    dispatch._works_on.cache_clear()
+    assert not dispatch._works_on(0)
+    dispatch._works_on.cache_clear()

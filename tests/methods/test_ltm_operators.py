@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ltm.api import merge_maps, merge_tokens_, set_ratio_, token_counts, unmerge_tokens_
+from ltm.kernels.matching import (
+    Rule,
+    by_attention,
+    match_least_harm,
+    match_unimportant,
+    squared_distances,
+)
 from ltm.methods import LTM
 from ltm.methods.base import Hints, Site, config_from_dict
-from ltm.methods.ltm.harm import Patches, match_least_harm, match_unimportant, squared_distances
 from ltm.methods.ltm.matching import OPERATORS, MatchingMerger, Operator
 from toys import SEQUENCES, pictures, toy
 
@@ -96,8 +103,7 @@ def test_twins_leave_first_and_the_less_attended_of_the_two() -> None:
     tokens[:, 5] = tokens[:, 2] + 0.01
     attention = torch.full((2, 8), 0.1)
     attention[0, 2], attention[1, 5] = 0.2, 0.2
-    patches = Patches(tokens=tokens, attention=attention)
-    match = match_least_harm(patches, 1, protection=1.0, alternate=False, num_prefix=0)
+    match = match_least_harm(tokens, Rule(num_leaving=1, protection=1.0), attention=attention)
     assert match.leaves.nonzero().tolist() == [[0, 5], [1, 2]]
     assert [int(match.target[0, 5]), int(match.target[1, 2])] == [2, 5]
 
@@ -105,10 +111,10 @@ def test_twins_leave_first_and_the_less_attended_of_the_two() -> None:
 def test_protection_keeps_attended_tokens() -> None:
     torch.manual_seed(3)
     tokens, attention = torch.randn(64, 20, 6), torch.rand(64, 20) ** 4
-    patches = Patches(tokens=tokens, attention=attention)
 
     def attention_lost(protection: float) -> float:
-        match = match_least_harm(patches, 8, protection=protection, alternate=False, num_prefix=0)
+        rule = Rule(num_leaving=8, protection=protection)
+        match = match_least_harm(tokens, rule, attention=attention)
         return float((attention * match.leaves).sum())
 
     assert attention_lost(2.0) < attention_lost(1.0) < attention_lost(0.0)
@@ -117,9 +123,7 @@ def test_protection_keeps_attended_tokens() -> None:
 def test_large_tokens_are_dearer_to_merge() -> None:
     tokens = torch.tensor([[[0.0], [1.0], [10.0], [11.0]]])
     sizes = torch.tensor([[4.0, 4.0, 1.0, 1.0]])
-    match = match_least_harm(
-        Patches(tokens=tokens, size=sizes), 1, protection=0.0, alternate=False, num_prefix=0
-    )
+    match = match_least_harm(tokens, Rule(num_leaving=1), size=sizes)
     assert match.leaves.nonzero().tolist() == [[0, 2]]
 
 
@@ -127,20 +131,22 @@ def test_padding_leaves_first_and_takes_nobody_in() -> None:
     tokens = torch.randn(4, 10, 6)
     sizes = torch.ones(4, 10)
     sizes[:, 6:] = 0
-    patches = Patches(tokens=tokens, size=sizes, attention=torch.rand(4, 10) * sizes)
+    attention = torch.rand(4, 10) * sizes
     for number in (2, 4, 7):
-        match = match_least_harm(patches, number, protection=1.0, alternate=False, num_prefix=0)
+        rule = Rule(num_leaving=number, protection=1.0)
+        match = match_least_harm(tokens, rule, size=sizes, attention=attention)
         assert int(match.leaves[:, 6:].sum()) == 4 * min(number, 4)
         targets = match.target[match.leaves]
         assert bool((targets < 6).all())
 
 
 def test_alternate_sides_and_where_they_do_not_suffice() -> None:
-    patches = Patches(tokens=torch.randn(3, 11, 6), attention=torch.rand(3, 11))
-    match = match_least_harm(patches, 5, protection=1.0, alternate=True, num_prefix=2)
+    tokens, attention = torch.randn(3, 13, 6), torch.rand(3, 13)
+    rule = Rule(num_leaving=5, num_prefix=2, protection=1.0, alternate=True)
+    match = match_least_harm(tokens, rule, attention=attention)
     assert not bool(match.leaves[:, 3::2].any())
     assert bool(((match.target[match.leaves] - 2) % 2 == 1).all())
-    many = match_least_harm(patches, 9, protection=1.0, alternate=True, num_prefix=2)
+    many = match_least_harm(tokens, replace(rule, num_leaving=9), attention=attention)
     assert many.leaves.sum(1).tolist() == [9, 9, 9]
 
 
@@ -178,12 +184,12 @@ def test_attention_is_read_only_where_it_matters() -> None:
 
 def test_tokens_weigh_by_the_attention_of_their_patches() -> None:
     received, size = torch.tensor([[0.5, 0.1, 0.4]]), torch.tensor([[1.0, 1.0, 4.0]])
-    hints = Hints(num_out=1, size=size, importance=received)
-    weight = _merger("merge").by_attention(size, hints)
+    tokens = torch.zeros(1, 3, 8)
+    rule = _merger("merge").rule(tokens, Hints(num_out=1))
+    weight = by_attention(None, tokens, size, received, rule)
     assert torch.allclose(weight[:, 1:], (size * (3 * received / size).sqrt())[:, 1:])
     assert torch.equal(weight[:, :1], size[:, :1])  # the class token is nobody's patch
-    unseen = Hints(num_out=1, size=size)
-    assert torch.equal(_merger("merge").by_attention(size, unseen), size)
+    assert torch.equal(by_attention(None, tokens, size, None, rule), size)
 
 
 def test_sizes_count_by_their_power_after_a_matching_only() -> None:

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from ltm import kernels
 from ltm.adapters.state import Record, Tokens, TokenState
 from ltm.core.cost import meta_images, run_on_meta
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
-from ltm.kernels import fused
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 
@@ -141,8 +141,7 @@ class MergingMixin(nn.Module):
             grid_out = None if grid is None else site.grid_for(grid)
             num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
             if num_out < num_patches or merger.own_counts:
-                if not z.is_contiguous() and fused.takes(z):
-                    z = z.contiguous()  # once, for all kernels
+                z = kernels.compact(z)
                 hints = Hints(
                     num_out=num_out,
                     grid_in=grid,
@@ -165,16 +164,6 @@ class MergingMixin(nn.Module):
                 Record(slot.index, merger, hints, decision, merged, tokens.size, tokens.merges)
             )
         return merged, tokens, None if decision is None else decision.merge
-
-
-def attention_bias(size: Tensor | None, dtype: torch.dtype, power: float = 1.0) -> Tensor | None:
-    """Proportional attention: the log of the token sizes, to a power, as a bias on the keys.
-
-    A size of zero marks a token that is not there.
-    """
-    if size is None:
-        return None
-    return (power * size.float().clamp_min(1e-10).log()).to(dtype)[:, None, None, :]
 
 
 class Adapter(ABC):

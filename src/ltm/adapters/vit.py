@@ -12,6 +12,7 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block as HostBlock, VisionTransformer
 from torch import Tensor, nn
 
+from ltm import kernels
 from ltm.adapters.base import (
     Adapter,
     Block,
@@ -20,7 +21,6 @@ from ltm.adapters.base import (
     Run,
     Slot,
     attach_merger_,
-    attention_bias,
     become_,
     make_slots,
     register,
@@ -30,7 +30,6 @@ from ltm.adapters.state import Tokens, TokenState, require_sizes
 from ltm.adapters.taps import tap_, untap_
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
-from ltm.kernels import fused, operators
 from ltm.methods.base import MethodConfig, Site
 
 
@@ -73,19 +72,7 @@ def attend(
     host = cast("Attention", attn)
     if size is None:
         return host(x, attn_mask=mask, is_causal=is_causal)
-    learned = host.qkv.parameters() if torch.is_grad_enabled() else ()
-    if not (_is_plain(host) and fused.takes_attention(x, host.head_dim, *learned)):
-        return host(x, attn_mask=attention_bias(size, x.dtype, power))
-    attended = operators.attention(host.qkv(x), size, host.num_heads, host.scale, power)
-    return host.proj_drop(host.proj(attended))
-
-
-def _is_plain(attn: Attention) -> bool:
-    """Whether there is nothing but a softmax between the projections, and nobody listens."""
-    layers = map(attn._modules.get, ("q_norm", "k_norm", "norm", "gate"))  # noqa: SLF001
-    drops = attn.training and attn.attn_drop.p > 0
-    hooked = attn._forward_hooks or attn._forward_pre_hooks  # noqa: SLF001
-    return not (drops or hooked) and all(y is None or isinstance(y, nn.Identity) for y in layers)
+    return kernels.attend(host, x, size, power)
 
 
 def attention_hints(
@@ -99,34 +86,20 @@ def attention_hints(
 ) -> dict[str, Tensor]:
     """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
     host = cast("Attention", attn)
-    plain = needs == {"importance"} and class_token and _is_plain(host)
-    if plain and fused.takes_importance(qkv, host.head_dim):
-        return {"importance": operators.importance(qkv, size, host.num_heads, host.scale, power)}
-    query, key, _ = qkv.unflatten(-1, (3, host.num_heads, -1)).unbind(2)
-    if hasattr(host, "k_norm"):
-        query, key = host.q_norm(query), host.k_norm(key)
     found: dict[str, Tensor] = {}
+    if "importance" in needs:
+        found["importance"] = kernels.importance(host, qkv, size, power, class_token=class_token)
+    if needs <= {"importance"}:
+        return found
+    query, key = kernels.queries_and_keys(host, qkv)
     if "keys" in needs:
         found["keys"] = key.mean(dim=2)
-    if "importance" in needs:
-        asking = query[:, :1] if class_token else query.mean(dim=1, keepdim=True)
-        found["importance"] = _received(asking, key, host.scale, size, power).mean(dim=1)
     if "attention" in needs:
-        received = _received(query, key, host.scale, size, power)
+        received = kernels.received(query, key, host.scale, size, power)
         # Tokens that are masked out ask no questions.
         asks = received.new_ones(1, received.shape[1]) if size is None else (size > 0).float()
         found["attention"] = ((asks / asks.sum(1, keepdim=True))[:, None] @ received)[:, 0]
     return found
-
-
-def _received(
-    query: Tensor, key: Tensor, scale: float, size: Tensor | None, power: float
-) -> Tensor:
-    """Attention that each token receives from each query, `b queries t`, averaged over heads."""
-    scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1) * scale
-    bias = attention_bias(size, scores.dtype, power)
-    scores = scores if bias is None else scores + bias
-    return scores.float().softmax(dim=-1).mean(dim=1)
 
 
 class MergingModel(Resizable):

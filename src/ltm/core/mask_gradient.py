@@ -10,10 +10,8 @@ The feature is either all merged tokens, flattened (token space, the paper's let
 are gradients, uphill; a descent step subtracts them.
 """
 
-from typing import cast
-
 import torch
-from jaxtyping import Bool, Float, Int, Num
+from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
 from ltm.core import validation
@@ -82,33 +80,6 @@ def class_offsets(
     return offsets.masked_fill(~present, torch.finfo(offsets.dtype).min)
 
 
-def prepared_gradient(
-    features: Float[Tensor, "b d"],
-    centroids: Float[Tensor, "c d"],
-    offsets: Float[Tensor, "c"],
-    costs: Float[Tensor, "y c"],
-    *,
-    beta: float,
-    labels: Int[Tensor, "b"] | None = None,
-) -> Float[Tensor, "b d"]:
-    """`feature_gradient` in few operations, for classes of which some are present.
-
-    `costs` are `-log Q`, transposed; without labels they are weighed by the membership itself.
-    Products are in the precision of the centroids.
-    """
-    with full_precision(features):
-        x = widen(features)
-        length = cast("Tensor", torch.linalg.vector_norm(x, dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
-        unit = x / length.clamp_min(ZERO_LENGTH)
-        logits = torch.addmm(offsets, unit.to(centroids.dtype), centroids.mT, alpha=2 * beta)
-        phi = widen(logits).softmax(-1)
-        psi = phi.detach().to(costs.dtype) @ costs if labels is None else costs[labels]
-        weights = 2 * beta * phi * (psi - (phi * psi).sum(-1, keepdim=True))
-        gradient = (weights.to(centroids.dtype) @ centroids).to(unit.dtype)
-        across = gradient - (gradient * unit).sum(-1, keepdim=True) * unit
-        return torch.where(length > ZERO_LENGTH, across / length.clamp_min(ZERO_LENGTH), 0)
-
-
 def token_gradient(
     tokens: Float[Tensor, "b n d"], gradient: Float[Tensor, "b p d"]
 ) -> Float[Tensor, "b n p"]:
@@ -124,16 +95,6 @@ def token_gradient(
     )
     with full_precision(tokens):
         return widen(tokens).to(gradient.dtype) @ gradient.mT
-
-
-def pooled_gradient(
-    tokens: Float[Tensor, "b n d"], gradient: Float[Tensor, "b d"]
-) -> Float[Tensor, "b n"]:
-    """Pooled space: one gradient per token, `z_n . v`, the same for every merged token.
-
-    The factor common to a column of the mask (1 / p, or the share of its size) is dropped.
-    """
-    return token_gradient(tokens, gradient[:, None])[..., 0]
 
 
 def through_normalisation(x: Tensor, gradient: Tensor) -> Tensor:

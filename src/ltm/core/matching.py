@@ -6,25 +6,12 @@ f and s the first and second side of the matching, r tokens that leave.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from ltm.core.groups import MatchedMerge
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Match:
-    """Who leaves, and where to. `target` only counts where `leaves` holds."""
-
-    leaves: Bool[Tensor, "b t"]
-    target: Int[Tensor, "b t"]
-    num_leaving: int
-    num_prefix: int
-    rank: Int[Tensor, "b t"] | None = None
-    """Without prefix: the place of each even token when sorted by falling similarity."""
+from ltm.core.merge import MatchedMerge
+from ltm.kernels.matching import Match
 
 
 def max_leaving(num_patches: int, num_prefix: int = 0) -> int:
@@ -129,8 +116,7 @@ def merge_in_order(
     match: Match, weight: Float[Tensor, "b t"], *, prune: bool = False, keep_norm: bool = False
 ) -> MatchedMerge:
     """The match as a Merge that keeps the tokens that stay in their (spatial) order."""
-    places = torch.cumsum(~match.leaves, dim=1) - 1
-    return _merge_at(match, places, weight, prune, keep_norm)
+    return _merge_at(match, None, weight, prune, keep_norm)
 
 
 def merge_sides_apart(
@@ -156,13 +142,12 @@ def merge_sides_apart(
 
 
 def _merge_at(
-    match: Match, places: Tensor, weight: Tensor, prune: bool, keep_norm: bool
+    match: Match, places: Tensor | None, weight: Tensor, prune: bool, keep_norm: bool
 ) -> MatchedMerge:
-    assignment = torch.where(match.leaves, places.gather(1, match.target), places)
     if prune:
         weight = weight * ~match.leaves
     return MatchedMerge(
-        assignment=assignment,
+        assignment=match.assignment(places),
         weight=weight,
         num_places=match.leaves.shape[1] - match.num_leaving,
         keep_norm=keep_norm,

@@ -13,23 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.kernels import fused, operators
-
-
-class Merged(NamedTuple):
-    """What comes out of a merge."""
-
-    tokens: Float[Tensor, "b kp c"]
-    sizes: Float[Tensor, "_ kp"]
-    """How many original patches each token stands for."""
-    values: Float[Tensor, "_ p"] | None
-    """What the patches hand on, where they had any values."""
+from ltm import kernels
+from ltm.kernels.merging import Groups, Merged, at_most_one, over, separable
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,26 +76,49 @@ class Merge(ABC):
         return Merged(self(x), self.sizes(size), None if values is None else self.hand_on(values))
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MatchedMerge(Groups, Merge):
+    """A merge into groups, which matching makes: every token goes to exactly one place.
+
+    It costs n additions; on a GPU a product with a 0/1 matrix does them faster.
+    """
+
+    @property
+    def num_in(self) -> int:
+        return self.assignment.shape[1] - self.num_prefix
+
+    @property
+    def num_out(self) -> int:
+        return self.num_places - self.num_prefix
+
+    def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
+        return kernels.merge_groups(x, self).tokens
+
+    def apply(
+        self,
+        x: Float[Tensor, "b kn c"],
+        size: Float[Tensor, "_ kn"] | None,
+        values: Float[Tensor, "_ n"] | None = None,
+    ) -> Merged:
+        return kernels.merge_groups(x, self, size, values)
+
+    def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
+        return y.gather(1, self.assignment[..., None].expand(-1, -1, y.shape[-1]))
+
+    def weights(self) -> Float[Tensor, "b n p"]:
+        places = torch.arange(self.num_places, device=self.assignment.device)
+        chosen = self.assignment[..., None] == places
+        mask = chosen * (self.weight[..., None] / self.total().mT)
+        return mask[:, self.num_prefix :, self.num_prefix :]
+
+
 def row_normalise(mask: Tensor) -> Tensor:
     """Rows that sum to one, or to zero where nothing is in them."""
-    return _over(mask, mask.sum(-1, keepdim=True))
+    return over(mask, mask.sum(-1, keepdim=True))
 
 
 def _column_normalise(mask: Tensor) -> Tensor:
-    return _over(mask, mask.sum(-2, keepdim=True))
-
-
-def _over(mask: Tensor, total: Tensor) -> Tensor:
-    """Shares of a total; where nothing is in, one thing that came in would be all of it.
-
-    A small number in place of a total of zero would leave the value and not its gradient.
-    """
-    return mask / torch.where(total > 0, total, 1.0)
-
-
-def _at_most_one(weight: Tensor) -> Tensor:
-    """Weights of tokens, `b n 1`, of which only the ratios count: half precision holds them."""
-    return weight / weight.detach().amax(dim=1, keepdim=True)
+    return over(mask, mask.sum(-2, keepdim=True))
 
 
 def _beside_prefix(x: Tensor, num_prefix: int, merged: Tensor) -> Tensor:
@@ -192,17 +205,10 @@ class GridMerge(Merge):
         return self.rows.shape[1] * self.columns.shape[1]
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        patches, rows, columns = x[:, self.num_prefix :], self.rows, self.columns
+        rows, columns = self.rows, self.columns
         if self.weight is None and not self.normalised:
             rows, columns = _column_normalise(rows), _column_normalise(columns)
-        if fused.takes_grid(x, rows, columns, self.weight):
-            merged = operators.merge_grid(patches, self.weight, rows, columns)
-        elif self.weight is None:
-            merged = _separable(patches, rows, columns)
-        else:
-            weight = _at_most_one(self.weight[..., None]).to(x.dtype)
-            total = _separable(weight, self.rows, self.columns)
-            merged = _over(_separable(patches * weight, self.rows, self.columns), total)
+        merged = kernels.merge_grid(x[:, self.num_prefix :], self.weight, rows, columns)
         return _beside_prefix(x, self.num_prefix, merged)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
@@ -214,10 +220,10 @@ class GridMerge(Merge):
         elif self.weight is None:
             total = (rows.sum(0)[:, None] * columns.sum(0)).reshape(1, -1, 1)
         else:
-            total = _separable(self.weight[..., None], rows, columns)
-        inverse = _at_most_one(1 / torch.where(total > 0, total, torch.inf)).to(y.dtype)
-        spread = _separable(patches * inverse, rows.mT, columns.mT)
-        back = _over(spread, _separable(inverse, rows.mT, columns.mT))
+            total = separable(self.weight[..., None], rows, columns)
+        inverse = at_most_one(1 / torch.where(total > 0, total, torch.inf)).to(y.dtype)
+        spread = separable(patches * inverse, rows.mT, columns.mT)
+        back = over(spread, separable(inverse, rows.mT, columns.mT))
         return _beside_prefix(y, self.num_prefix, back)
 
     def weights(self) -> Float[Tensor, "b n p"]:
@@ -228,7 +234,7 @@ class GridMerge(Merge):
         if self.size_out is not None:
             return self.size_out
         rows, columns = row_normalise(self.rows), row_normalise(self.columns)
-        merged = _separable(size[:, self.num_prefix :, None], rows, columns)[..., 0]
+        merged = separable(size[:, self.num_prefix :, None], rows, columns)[..., 0]
         return _beside_prefix(size, self.num_prefix, merged)
 
 
@@ -236,16 +242,6 @@ def kronecker(rows: Float[Tensor, "h h2"], columns: Float[Tensor, "w w2"]) -> Te
     """The support of a grid as one matrix over its tokens in raster order."""
     support = rows[:, None, :, None] * columns[None, :, None, :]
     return support.reshape(rows.shape[0] * columns.shape[0], -1)
-
-
-def _separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """`(rows (x) columns)^T x` for tokens in raster order: `b (h w) c -> b (h2 w2) c`."""
-    (h, h2), (w, w2) = rows.shape, columns.shape
-    rows, columns = rows.to(x.dtype), columns.to(x.dtype)
-    c = x.shape[-1]
-    x = rows.mT @ x.reshape(-1, h, w * c)
-    x = columns.mT @ x.reshape(-1, h2, w, c)
-    return x.reshape(-1, h2 * w2, c)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -256,7 +252,7 @@ class StaticMerge(Merge):
     back: Float[Tensor, "kn kp"]
     size_out: Float[Tensor, "kp"]
     wide: Float[Tensor, "kp wide"] | None = None
-    """The matrix as `operators.widened`, for kernels."""
+    """The matrix as `kernels.widened`."""
 
     @staticmethod
     def fold(merge: Merge, size: Float[Tensor, "1 kn"]) -> StaticMerge:
@@ -279,10 +275,7 @@ class StaticMerge(Merge):
         return self.matrix.shape[0] - self.num_prefix
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        wide = self.matrix if self.wide is None else self.wide
-        if x.shape[1] == self.matrix.shape[1] and fused.takes_mix(x, wide):
-            return operators.mix(wide.to(x.dtype), x)
-        return self.matrix.to(x.dtype) @ x
+        return kernels.merge_matrix(x, self.matrix, self.wide)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return self.back.to(y.dtype) @ y

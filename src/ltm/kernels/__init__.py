@@ -1,1 +1,28 @@
-"""The steps of a merge as torch operators, with Triton kernels for NVIDIA GPUs."""
+"""One call a step: its torch definition, and beside it the Triton kernel that does it on GPUs."""
+
+from ltm.kernels.attention import attend, importance, queries_and_keys, received
+from ltm.kernels.dispatch import compact, enable, is_recorded
+from ltm.kernels.matching import Placement, Rule, match
+from ltm.kernels.merging import Groups, Merged, merge_grid, merge_groups, merge_matrix, widened
+from ltm.kernels.weighing import Step, weigh
+
+__all__ = [
+    "Groups",
+    "Merged",
+    "Placement",
+    "Rule",
+    "Step",
+    "attend",
+    "compact",
+    "enable",
+    "importance",
+    "is_recorded",
+    "match",
+    "merge_grid",
+    "merge_groups",
+    "merge_matrix",
+    "queries_and_keys",
+    "received",
+    "weigh",
+    "widened",
+]

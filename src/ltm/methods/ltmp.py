@@ -18,9 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ltm.core.groups import MatchedMerge
 from ltm.core.matching import match_most_similar, merge_in_order
-from ltm.core.merge import Merge
+from ltm.core.merge import MatchedMerge, Merge
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site, token_size
 
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ltm import kernels
 from ltm.core import mask_gradient
 from ltm.core.merge import (
     DenseMerge,
@@ -22,7 +23,6 @@ from ltm.core.merge import (
 )
 from ltm.core.schedule import Grid
 from ltm.core.support import anchors
-from ltm.kernels.operators import widened
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 from ltm.methods.ltm.axis import Axis
 from ltm.methods.ltm.masks import dense, fold_grid, resample, shares, softmax_of, softmax_on
@@ -135,31 +135,26 @@ class LearnedMerger(LTMMerger):
         self, tokens: Float[Tensor, "b t c"], hints: Hints
     ) -> tuple[Tensor | None, Tensor | None]:
         """The state of every patch, and what it weighs; None where all are alike."""
-        k, step = self.site.num_prefix, self.informative
-        plain = self.config.scope == "sample" and self.true_labels(hints) is None
-        if step is not None and plain and step.has_kernel(tokens, hints.carry):
-            logits, weight = step.weigh(tokens, hints.size, hints.carry, k)
-            return logits, weight[:, k:]
-        logits, weight = self._logits(tokens, hints), None
-        if hints.size is not None:
-            weight = hints.size[:, k:]
-        if logits is not None:
-            weight = logits.exp() if weight is None else weight * logits.exp()
-        return logits, weight
+        k, step = self.site.num_prefix, self.step(hints)
+        plain = None if hints.size is None else hints.size[:, k:]
+        if self.config.scope == "batch" and self.informative is not None:
+            logits = self._batch_logits(tokens, hints, step)
+            if logits is None:
+                return None, plain
+            return logits, logits.exp() if plain is None else plain * logits.exp()
+        logits, weight = kernels.weigh(tokens, hints.size, hints.carry, step, k)
+        return logits, plain if weight is None else weight[:, k:]
 
-    def _logits(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Tensor | None:
-        """The state s of every token, `b n`, or `1 n` where the whole batch shares one."""
+    def _batch_logits(
+        self, tokens: Tensor, hints: Hints, step: kernels.Step | None
+    ) -> Float[Tensor, "1 n"] | None:
+        """The state of every token: the whole batch shares one."""
         k = self.site.num_prefix
-        step = self.informative
-        if step is None:
-            return hints.carry
-        if self.config.scope == "batch" and not self.training:
-            return resample(self.running_logits, tokens.shape[1] - k)[None] if step.active else None
-        size = token_size(tokens, hints)[:, k:]
-        logits = step(tokens[:, k:], size, self.true_labels(hints), hints.carry)
-        if logits is None or self.config.scope == "sample":
-            return logits
-        return self._shared(logits)
+        if not self.training:
+            running = resample(self.running_logits, tokens.shape[1] - k)
+            return None if step is None else running[None]
+        logits, _ = kernels.weigh(tokens, hints.size, hints.carry, step, k)
+        return None if logits is None else self._shared(logits)
 
     def _shared(self, logits: Tensor) -> Tensor:
         """The mean state of a batch, which evaluation knows by its running mean."""
@@ -186,20 +181,19 @@ class LearnedMerger(LTMMerger):
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
         """The paper's letter: the gradient of the whole mask, `Z V^T`, one row per token."""
-        step, k, config = self.informative, self.site.num_prefix, self.config
-        assert step is not None
+        step, k, config = self.step(hints), self.site.num_prefix, self.config
         size = token_size(tokens, hints)[:, k:]
         softmax = softmax_of if config.mask_form == "letter" else softmax_on
         state = tokens.new_zeros(1, *support.shape, dtype=torch.float32)
         if hints.carry is not None:
             state = hints.carry[:, :, anchors(hints.carry.shape[2], hints.num_out)]
-        if step.active and config.scope == "batch" and not self.training:
+        if step is not None and config.scope == "batch" and not self.training:
             state = self.running_logits[None]
-        elif step.active:
-            patches = step.mapped(tokens[:, k:])
+        elif step is not None:
+            patches = step.looks_at(tokens[:, k:])
             before = softmax(support, size, state)
             merged = before.to(patches.dtype).mT @ patches
-            gradient = step.direction(merged.flatten(1), self.true_labels(hints))
+            gradient = step.direction(merged.flatten(1))
             change = mask_gradient.token_gradient(patches, gradient.reshape(merged.shape))
             if step.gain is not None:
                 spread = change.flatten(1).std(dim=1, correction=0)[:, None, None]
@@ -244,7 +238,7 @@ class LearnedMerger(LTMMerger):
     def widen_(self) -> None:
         """Keep the matrix of a folded sequence as kernels read it too; it is not saved."""
         if hasattr(self, "fixed_matrix"):
-            self.register_buffer("fixed_wide", widened(self.fixed_matrix), persistent=False)
+            self.register_buffer("fixed_wide", kernels.widened(self.fixed_matrix), persistent=False)
 
     def choose_(self) -> None:
         """Keep the supports as constants: who may join does not depend on the image any more."""

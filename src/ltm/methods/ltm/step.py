@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ltm import kernels
 from ltm.core import clustering, mask_gradient
 from ltm.core.statistics import ClassStatistics
-from ltm.kernels import fused, operators
 from ltm.methods.base import Hints, Merger, Site, token_size
 
 if TYPE_CHECKING:
@@ -91,63 +91,20 @@ class InformativeStep(nn.Module):
         if f"{prefix}costs" in state_dict:
             self.refresh_()
 
-    def direction(
-        self, feature: Float[Tensor, "b d"], labels: Tensor | None
-    ) -> Float[Tensor, "b d"]:
-        """The gradient of the bound with respect to the feature, V in the paper's proposition."""
-        known = (self.centroids, self.offsets, self.costs)
-        return mask_gradient.prepared_gradient(
-            feature, *known, beta=self.config.beta, labels=labels
-        )
-
-    def forward(
-        self,
-        patches: Float[Tensor, "b n c"],
-        size: Float[Tensor, "b n"],
-        labels: Tensor | None,
-        carry: Float[Tensor, "_ n"] | None,
-    ) -> Float[Tensor, "b n"] | None:
+    def step(self, labels: Tensor | None) -> kernels.Step | None:
+        """What the step needs to know, `labels` being true ones; None without statistics."""
         if not self.active:
-            return carry
-        tokens = self.mapped(patches)
-        share = size / size.sum(1, keepdim=True)
-        feature = (share[:, None].to(tokens.dtype) @ tokens)[:, 0]
-        gradient = self.direction(feature, labels)
-        logits = -mask_gradient.pooled_gradient(tokens, gradient)
-        if self.gain is not None:
-            spread = logits.std(dim=1, keepdim=True, correction=0)
-            logits = self.gain * (logits - logits.mean(dim=1, keepdim=True)) / (spread + 1e-6)
-        logits = self.config.eta * logits
-        if carry is not None:
-            logits = logits + carry
-        # Bounded, so that no target's weights can vanish.
-        return logits.clamp(-8, 8)
-
-    def mapped(self, patches: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
-        """The tokens as the step sees them."""
-        if self.mlp is None:
-            return patches
-        return patches + self.mlp(patches.to(self.mlp.weight.dtype)).to(patches.dtype)
-
-    def has_kernel(self, tokens: Tensor, carry: Tensor | None) -> bool:
-        """Whether `weigh` can take over from `forward`."""
-        known = self.active and self.mlp is None
-        return known and fused.takes_inform(tokens, carry, self.gain)
-
-    def weigh(
-        self,
-        tokens: Float[Tensor, "b t c"],
-        size: Float[Tensor, "_ t"] | None,
-        carry: Float[Tensor, "_ n"] | None,
-        num_prefix: int,
-    ) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b t"]]:
-        """`forward` by kernels, with the weights that follow from it."""
-        return operators.inform(tokens, size, carry, *self.for_kernels(), num_prefix)
-
-    def for_kernels(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor, float, float]:
-        """What kernels have to know of it."""
-        config = self.config
-        return self.gain, self.centroids, self.offsets, self.costs, config.beta, config.eta
+            return None
+        return kernels.Step(
+            centroids=self.centroids,
+            offsets=self.offsets,
+            costs=self.costs,
+            beta=self.config.beta,
+            eta=self.config.eta,
+            gain=self.gain,
+            labels=labels,
+            mapping=self.mlp,
+        )
 
 
 class LTMMerger(Merger):
@@ -181,6 +138,11 @@ class LTMMerger(Merger):
     def true_labels(self, hints: Hints) -> Tensor | None:
         """True labels where the config asks for them and training knows them."""
         return hints.labels if self.config.labels == "true" and self.training else None
+
+    def step(self, hints: Hints) -> kernels.Step | None:
+        """The informative step on these images, where there is one."""
+        module = self.informative
+        return None if module is None else module.step(self.true_labels(hints))
 
     def feature(self, merged: Float[Tensor, "b t c"], size: Tensor) -> Float[Tensor, "b d"]:
         """The merged tokens as one feature: their mean by size."""

@@ -1,0 +1,128 @@
+"""Attention to tokens that count by their size, and how much attention each token receives.
+
+Letters: b images, t tokens with their prefix, h heads, d channels of a head.
+"""
+
+# ruff: noqa: ARG001 - operators take their arguments in order, and shapes need few
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from ltm.kernels.dispatch import operator, uses_triton
+
+_MAX_HEAD = 64
+"""Wider heads would need more shared memory than many GPUs have."""
+_MAX_TOKENS = 256
+"""More tokens than this do not fit into one program of `importance`."""
+
+
+class SelfAttention(Protocol):
+    """A layer of multi-head attention with one projection for queries, keys and values."""
+
+    num_heads: int
+    head_dim: int
+    scale: float
+    qkv: nn.Module
+    proj: nn.Module
+    proj_drop: nn.Module
+    training: bool
+    __call__: Callable[..., Tensor]
+
+
+def attend(
+    layer: SelfAttention, x: Float[Tensor, "b t c"], size: Float[Tensor, "_ t"], power: float = 1.0
+) -> Float[Tensor, "b t c"]:
+    """The layer's output where a token counts as often as its size, to a power, says."""
+    learned = layer.qkv.parameters() if torch.is_grad_enabled() else ()
+    if not (_is_plain(layer) and layer.head_dim <= _MAX_HEAD and uses_triton(x, *learned)):
+        return layer(x, attn_mask=size_bias(size, x.dtype, power))
+    attended = _attention(layer.qkv(x), size, layer.num_heads, layer.scale, power)
+    return layer.proj_drop(layer.proj(attended))
+
+
+def importance(
+    layer: SelfAttention,
+    qkv: Float[Tensor, "b t 3hd"],
+    size: Float[Tensor, "_ t"] | None,
+    power: float = 1.0,
+    *,
+    class_token: bool,
+) -> Float[Tensor, "b t"]:
+    """Attention received from the class token, or from the mean query without one."""
+    fits = class_token and qkv.shape[1] <= _MAX_TOKENS and layer.head_dim <= _MAX_HEAD
+    if fits and _is_plain(layer) and uses_triton(qkv):
+        return _importance(qkv, size, layer.num_heads, layer.scale, power)
+    query, key = queries_and_keys(layer, qkv)
+    asking = query[:, :1] if class_token else query.mean(dim=1, keepdim=True)
+    return received(asking, key, layer.scale, size, power).mean(dim=1)
+
+
+def queries_and_keys(
+    layer: SelfAttention, qkv: Float[Tensor, "b t 3hd"]
+) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t h d"]]:
+    """What the layer compares, from the output of its projection."""
+    query, key, _ = qkv.unflatten(-1, (3, layer.num_heads, -1)).unbind(2)
+    norms: Any = layer
+    return (norms.q_norm(query), norms.k_norm(key)) if hasattr(layer, "k_norm") else (query, key)
+
+
+def received(
+    query: Float[Tensor, "b q h d"],
+    key: Float[Tensor, "b t h d"],
+    scale: float,
+    size: Float[Tensor, "_ t"] | None,
+    power: float = 1.0,
+) -> Float[Tensor, "b q t"]:
+    """Attention that each token receives from each query, a mean over heads."""
+    scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1) * scale
+    scores = scores if size is None else scores + size_bias(size, scores.dtype, power)
+    return scores.float().softmax(dim=-1).mean(dim=1)
+
+
+def size_bias(
+    size: Float[Tensor, "_ t"], dtype: torch.dtype, power: float = 1.0
+) -> Float[Tensor, "_ 1 1 t"]:
+    """Proportional attention: the log of the token sizes, to a power, as a bias on the keys.
+
+    A size of zero marks a token that is not there.
+    """
+    return (power * size.float().clamp_min(1e-10).log()).to(dtype)[:, None, None, :]
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether there is nothing but a softmax between the projections, and nobody listens."""
+    layers = map(layer._modules.get, ("q_norm", "k_norm", "norm", "gate"))  # noqa: SLF001
+    drops = layer.training and layer.attn_drop.p > 0
+    hooked = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
+    return not (drops or hooked) and all(y is None or isinstance(y, nn.Identity) for y in layers)
+
+
+@operator
+def _attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float, power: float) -> Tensor:
+    b, t, width = qkv.shape
+    return qkv.new_empty(b, t, width // 3)
+
+
+@operator
+def _importance(
+    qkv: Tensor, size: Tensor | None, num_heads: int, scale: float, power: float
+) -> Tensor:
+    return qkv.new_empty(qkv.shape[:2], dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.ltm.attention)
+def _(qkv: list[int], *_: Any, **__: Any) -> int:
+    b, t, width = qkv
+    return 4 * b * t * t * (width // 3)
+
+
+@register_flop_formula(torch.ops.ltm.importance)
+def _(qkv: list[int], *_: Any, **__: Any) -> int:
+    b, t, width = qkv
+    return 2 * b * t * (width // 3)

@@ -1,0 +1,118 @@
+"""Whether Triton does a step's work, and how its kernels become operators of torch.
+
+Triton's kernels are for inference: they run wherever there is an NVIDIA GPU and Triton, unless
+`LTM_KERNELS=0` is in the environment. They give what the step's torch definition gives, which does
+the work everywhere else.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import unwrap
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+_OLDEST = (7, 5)
+"""Compute capability of the oldest GPU that Triton builds for."""
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LIBRARY = torch.library.Library("ltm", "DEF")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_enabled = os.environ.get("LTM_KERNELS", "1") != "0"
+_installed = find_spec("triton") is not None
+
+
+def enable(on: bool = True) -> bool:
+    """Use the kernels wherever they can be used, or nowhere; returns what held before."""
+    global _enabled
+    before, _enabled = _enabled, on
+    return before
+
+
+def uses_triton(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether kernels do the work on these tensors."""
+    if not (_enabled and _installed and _runs_on(x)) or is_recorded():
+        return False
+    return not torch.is_grad_enabled() or not any(
+        y is not None and y.requires_grad for y in (x, *others)
+    )
+
+
+def compact(x: Tensor) -> Tensor:
+    """The tensor in the layout that kernels read, so that only one of them copies it."""
+    return x.contiguous() if not x.is_contiguous() and uses_triton(x) else x
+
+
+def is_recorded() -> bool:
+    """Whether a network is exported: it has to run where our own operators are not known.
+
+    The flag itself is read: torch.compile before 2.12 takes `is_exporting` for true.
+    """
+    flag: bool | None = getattr(torch.compiler, "_is_exporting_flag", None)
+    exporting = torch.compiler.is_exporting() if flag is None else flag
+    return exporting or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def operator(shapes: Callable[_P, _R]) -> Callable[_P, _R]:
+    """An operator of torch, from a function that makes empty outputs of the right shapes.
+
+    As such a kernel can be captured by CUDA graphs, compiled with the network around it, and
+    counted. The function of the same name in `kernels.triton` does the work.
+    `torch.library.custom_op` takes three times as long to be called: it cares for gradients, which
+    `uses_triton` keeps away.
+    """
+    shapes = unwrap(shapes)  # a type checker around it would refuse symbolic numbers
+    name = shapes.__name__.lstrip("_")
+
+    def run(x: Tensor, *others: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return _kernel(name)(x, *others)
+
+    schema = torch.library.infer_schema(shapes, mutates_args=(), op_name=name)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ltm::{name}", shapes, lib=_LIBRARY)
+    return getattr(torch.ops.ltm, name).default
+
+
+@cache
+def _kernel(name: str) -> Callable[..., Any]:
+    """Imported when first used: kernels need Triton."""
+    return getattr(import_module("ltm.kernels.triton"), name)
+
+
+def _runs_on(x: Tensor) -> bool:
+    if not x.is_cuda or x.dtype not in _DTYPES or torch.version.cuda is None:
+        return False
+    # Compiled graphs need Triton themselves, and cannot be told to try.
+    return torch.compiler.is_compiling() or _works_on(x.device.index)
+
+
+@cache
+def _works_on(device: int) -> bool:
+    """Whether a kernel can be built and launched: that takes a C compiler, and no old GPU."""
+    if torch.cuda.get_device_capability(device) < _OLDEST:
+        return False
+    try:
+        one = torch.zeros(1, 1, dtype=torch.int32, device=f"cuda:{device}")
+        token, weight = one.float()[..., None], one.float()
+        torch.ops.ltm.merge_groups(token, weight, None, None, one.long(), one, one, False)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the torch path works
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(
+            f"Triton's kernels do not run on cuda:{device} ({reason}); torch does their work. "
+            "LTM_KERNELS=0 chooses it without this warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""What tokens weigh by the informative step: one step down the gradient of the bound.
+
+Letters: b images, t tokens with their k prefix tokens, n patch tokens, c channels, d features,
+a classes.
+"""
+
+# ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from ltm.kernels.dispatch import operator, uses_triton
+from ltm.kernels.precision import ZERO_LENGTH, full_precision, widen
+
+MAX_TOKENS = 4096
+"""More tokens than this are not weighed in one program."""
+_MAX_LOGIT = 8.0
+"""Logits are bounded, so that no target's weights can vanish."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step:
+    """What the informative step needs to know besides the tokens."""
+
+    centroids: Float[Tensor, "a d"]
+    offsets: Float[Tensor, "a"]
+    """What class membership needs of the classes alone."""
+    costs: Float[Tensor, "a a"]
+    """`-log Q(a | y)`, transposed: soft labels times this are the costs psi."""
+    beta: float
+    eta: float
+    gain: Tensor | None = None
+    """The length of the step in units of its own spread; None takes the step as it is."""
+    labels: Int[Tensor, "b"] | None = None
+    """True labels; None: the membership of each image stands for them."""
+    mapping: nn.Module | None = None
+    """A layer that is added to the tokens before the step looks at them."""
+
+    def looks_at(self, patches: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
+        """The patches as the step sees them."""
+        layer: Any = self.mapping
+        if layer is None:
+            return patches
+        return patches + layer(patches.to(layer.weight.dtype)).to(patches.dtype)
+
+    def direction(self, feature: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The gradient of the bound with respect to the feature, V in the paper's proposition."""
+        return bound_gradient(
+            feature, self.centroids, self.offsets, self.costs, beta=self.beta, labels=self.labels
+        )
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.labels is None and self.mapping is None
+
+    def arguments(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor, float, float]:
+        """What the kernels take of it, in their order."""
+        return self.gain, self.centroids, self.offsets, self.costs, self.beta, self.eta
+
+
+def weigh(
+    tokens: Float[Tensor, "b t c"],
+    size: Float[Tensor, "_ t"] | None,
+    carry: Float[Tensor, "_ n"] | None,
+    step: Step | None,
+    num_prefix: int,
+) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"] | None]:
+    """The logits of the patches after the step, `carry - eta dIBB/dG`; the weights of all tokens.
+
+    `size` is None while all sizes are one, `carry` where logits start from zero. Without a step
+    logits stay what they are. Without logits there are no weights: tokens weigh by size.
+    """
+    if step is not None and weighs_by_kernel(tokens, carry, step):
+        return _inform(tokens, size, carry, *step.arguments(), num_prefix)
+    if step is None and carry is None:
+        return None, None
+    size, logits = sizes_or_ones(tokens, size), carry
+    if step is not None:
+        logits = _stepped(tokens[:, num_prefix:], size[:, num_prefix:], carry, step)
+    assert logits is not None
+    weight = size[:, num_prefix:] * logits.exp()
+    return logits, torch.cat([size[:, :num_prefix], weight], dim=1)
+
+
+def weighs_by_kernel(tokens: Tensor, carry: Tensor | None, step: Step) -> bool:
+    """Whether Triton takes this step on these tokens."""
+    fits = step.has_kernel and tokens.shape[1] <= MAX_TOKENS
+    return fits and uses_triton(tokens, carry, step.gain)
+
+
+def sizes_or_ones(
+    tokens: Float[Tensor, "b t c"], size: Float[Tensor, "_ t"] | None
+) -> Float[Tensor, "b t"]:
+    """The sizes of the tokens of every image, ones where there are none yet."""
+    if size is None:
+        return tokens.new_ones(tokens.shape[:2]).float()
+    return size.float().expand(tokens.shape[0], -1)
+
+
+def _stepped(
+    patches: Float[Tensor, "b n c"], size: Float[Tensor, "b n"], carry: Tensor | None, step: Step
+) -> Float[Tensor, "b n"]:
+    tokens = step.looks_at(patches)
+    share = size / size.sum(1, keepdim=True)
+    feature = (share[:, None].to(tokens.dtype) @ tokens)[:, 0]
+    logits = -pooled_gradient(tokens, step.direction(feature))
+    if step.gain is not None:
+        spread = logits.std(dim=1, keepdim=True, correction=0)
+        logits = step.gain * (logits - logits.mean(dim=1, keepdim=True)) / (spread + 1e-6)
+    logits = step.eta * logits
+    if carry is not None:
+        logits = logits + carry
+    return logits.clamp(-_MAX_LOGIT, _MAX_LOGIT)
+
+
+def bound_gradient(
+    features: Float[Tensor, "b d"],
+    centroids: Float[Tensor, "a d"],
+    offsets: Float[Tensor, "a"],
+    costs: Float[Tensor, "y a"],
+    *,
+    beta: float,
+    labels: Int[Tensor, "b"] | None = None,
+) -> Float[Tensor, "b d"]:
+    """`core.mask_gradient.feature_gradient` in few operations, some classes being present.
+
+    `costs` are `-log Q`, transposed; without labels they are weighed by the membership itself.
+    Products are in the precision of the centroids.
+    """
+    with full_precision(features):
+        x = widen(features)
+        length = cast("Tensor", torch.linalg.vector_norm(x, dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
+        unit = x / length.clamp_min(ZERO_LENGTH)
+        logits = torch.addmm(offsets, unit.to(centroids.dtype), centroids.mT, alpha=2 * beta)
+        phi = widen(logits).softmax(-1)
+        psi = phi.detach().to(costs.dtype) @ costs if labels is None else costs[labels]
+        weights = 2 * beta * phi * (psi - (phi * psi).sum(-1, keepdim=True))
+        gradient = (weights.to(centroids.dtype) @ centroids).to(unit.dtype)
+        across = gradient - (gradient * unit).sum(-1, keepdim=True) * unit
+        return torch.where(length > ZERO_LENGTH, across / length.clamp_min(ZERO_LENGTH), 0)
+
+
+def pooled_gradient(
+    tokens: Float[Tensor, "b n d"], gradient: Float[Tensor, "b d"]
+) -> Float[Tensor, "b n"]:
+    """Pooled space: one gradient per token, `z_n . v`, the same for every merged token.
+
+    The factor common to a column of the mask (1 / p, or the share of its size) is dropped.
+    """
+    with full_precision(tokens):
+        return (widen(tokens).to(gradient.dtype) @ gradient[:, None].mT)[..., 0]
+
+
+@operator
+def _inform(
+    tokens: Tensor,
+    size: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
+    eta: float,
+    num_prefix: int,
+) -> tuple[Tensor, Tensor]:
+    b, t = tokens.shape[:2]
+    logits = tokens.new_empty(b, t - num_prefix, dtype=torch.float32)
+    return logits, logits.new_empty(b, t)
+
+
+def step_flops(tokens: list[int], num_prefix: int, num_classes: int) -> int:
+    """Operations of the step, as counted in the torch definition."""
+    b, t, c = tokens
+    return 4 * b * (t - num_prefix) * c + 2 * b * num_classes * (2 * c + num_classes)
+
+
+@register_flop_formula(torch.ops.ltm.inform)
+def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
+    return step_flops(tokens, arguments[-1], arguments[3][0])
