@@ -68,7 +68,6 @@ def settings_of(
             image_size=arguments.size,
             batch_size=arguments.batch_size,
             workers=arguments.workers,
-            resident=True,
         ),
         optim=replace(recipe.optim, epochs=arguments.epochs, lr=arguments.lr),
         run=replace(recipe.run, seed=seed, device=arguments.device, precision=arguments.precision),

@@ -69,7 +69,6 @@ def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> TrainS
             "workers": options.workers,
             "image_size": options.image_size,
             "crop_ratio": 1.0,
-            "resident": options.resident,
         },
         "augment": LIGHT,
         "run": {"device": options.device, "precision": options.precision},
@@ -81,7 +80,7 @@ def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> TrainS
 
 @cache
 def splits_of(data: TrainingData) -> Splits:
-    """The images, opened once: what is kept of them on the GPU serves all runs."""
+    """The images, opened once for all runs."""
     return open_splits(data)
 
 
@@ -239,7 +238,7 @@ def loading(report: Report, options: argparse.Namespace) -> None:
         options,
         model={"name": "vit_small_patch16_224"},
         merge={"method": "none"},
-        data={"batch_size": options.loader_batch, "image_size": 224, "resident": False},
+        data={"batch_size": options.loader_batch, "image_size": 224},
         optim={"epochs": 100, "lr": 1e-4},
     )
     splits, fabric = splits_of(settings.data), make_fabric(settings.run)
@@ -294,9 +293,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument(
-        "--resident", action="store_true", help="keep the images on the GPU, but for the loader"
-    )
     parser.add_argument("--ratio", type=float, default=0.7)
     parser.add_argument("--base-epochs", type=int, default=5)
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])

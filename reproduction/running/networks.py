@@ -109,7 +109,7 @@ def held_out(settings: TrainSettings, model: nn.Module, context: Context) -> Loa
 def some_images(settings: TrainSettings, model: nn.Module, number: int) -> torch.Tensor:
     """A few held-out images, spread over all, repeated where there are fewer."""
     few = evaluation_images(settings).take(number)
-    data = replace(settings.data, batch_size=number, workers=0, resident=False)
+    data = replace(settings.data, batch_size=number, workers=0)
     batch = next(iter(evaluation_loader(few, spec_of(settings, model), data))).images
     return batch[torch.arange(number) % len(batch)]
 

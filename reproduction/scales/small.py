@@ -109,9 +109,7 @@ def small_scale(sources: Sources) -> Scale:
 
 
 def _data(source: str, size: int, batch: int = 256) -> TrainingData:
-    return TrainingData(
-        source=source, image_size=size, batch_size=batch, crop_ratio=1.0, resident=True
-    )
+    return TrainingData(source=source, image_size=size, batch_size=batch, crop_ratio=1.0)
 
 
 def _tune(model: ModelSettings, data: TrainingData) -> TrainSettings:

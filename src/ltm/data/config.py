@@ -1,6 +1,7 @@
 """Settings of data and augmentation: frozen values for the command line and YAML alike."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,6 @@ class DataConfig:
     """Loader processes per training process; 0 loads in the process itself."""
     epoch_images: int = 0
     """Training images in an epoch, drawn anew for each; 0 for all."""
-    resident: bool = False
-    """Decode images once, keep them on the device and crop them there: small data of one size."""
     max_unreadable: int = 10
     """Unreadable images to skip before the run stops."""
 
@@ -129,6 +128,14 @@ class AugmentConfig:
             cutmix=0.0,
             smoothing=0.0,
         )
+
+
+def without_removed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return data settings that 0.1.0 wrote, less those that no longer exist."""
+    return {name: value for name, value in values.items() if name not in _REMOVED}
+
+
+_REMOVED = ("resident", "shuffle_buffer")
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

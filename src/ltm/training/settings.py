@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
-from ltm.data.config import AugmentConfig, DataConfig
+from ltm.data.config import AugmentConfig, DataConfig, without_removed
 from ltm.models import changed, plain, read_words
 
 Precision = Literal["32", "bf16", "16"]
@@ -248,6 +248,8 @@ def read_settings(path: str | Path, base: TrainSettings | None = None) -> TrainS
         raise ValueError(f"{path} is no readable YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings; write groups such as optim: {{epochs: 5}}")
+    if isinstance(values.get("data"), dict):
+        values["data"] = without_removed(values["data"])
     try:
         return from_mapping(values, base)
     except ValueError as error:
