@@ -24,14 +24,13 @@ from calibration_report import write_report
 from torch import Tensor, nn
 
 import ltm
-from ltm.api import mergers
+from ltm.api import fit_, measure_share, mergers
 from ltm.calibration import Calibration, CalibrationResult, Settings
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import Outputs, as_row, evaluate, paired_interval, summarise
 from ltm.evaluation.images import load_batches, open_images
 from ltm.methods import MethodConfig
 from ltm.models import ModelSource
-from ltm.training.budget import set_thresholds_
 
 BUDGETS = (0.95, 0.85, 0.7, 0.55, 0.4)
 ABLATED = (0.7, 0.55)
@@ -129,7 +128,8 @@ def peer(bench: Bench, config: MethodConfig) -> Build:
     def build(model: nn.Module, fold: int) -> float:
         report = ltm.merge_tokens_(model, config)
         if isinstance(config, ltm.LTMP):
-            return set_thresholds_(model, bench.fitting(fold)[:256], tolerance=0.01)
+            fit_(model, bench.fitting(fold)[:256], tolerance=0.01)
+            return measure_share(model, bench.fitting(fold)[:256])
         return report.share
 
     return build

@@ -30,11 +30,10 @@ from rich.console import Console
 from torch import nn
 from training_report import Report, Row
 
-from ltm.api import report as report_of
+from ltm.api import fit_, measure_share, report as report_of
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.loading import Batch, evaluation_loader, training_loader
 from ltm.data.transforms import image_spec
-from ltm.training.budget import set_thresholds_
 from ltm.training.fabric import make_fabric
 from ltm.training.models import build_model
 from ltm.training.run import train
@@ -192,7 +191,8 @@ def untrained(
     share = report_of(model).share
     if merge["method"] == "ltmp":
         images = torch.cat([batch.images for batch in clean])
-        share = set_thresholds_(model, images)
+        fit_(model, images)
+        share = measure_share(model, images)
     else:
         start_statistics_(model, clean)
     val = evaluation_loader(splits.val, spec, settings.data, device=fabric.device)

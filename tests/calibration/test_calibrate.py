@@ -14,10 +14,12 @@ from ltm.calibration import Calibration, Settings, Trial, calibrate
 from ltm.calibration.latency import within_milliseconds
 from ltm.calibration.schedules import Setting, config_of
 from ltm.calibration.sequences import token_levels
+from ltm.methods.ltm.config import CHOICES, Choice
 from toys import pictures, size_of, toy
 
 pytestmark = pytest.mark.slow
 
+USUAL = CHOICES[0]
 QUICK = Settings(num_trials=8, num_sites=3)
 
 
@@ -101,7 +103,11 @@ def test_an_interrupted_search_keeps_the_best(vit, images, stop_at):
 
 
 def test_what_was_computed_before_changes_no_divergence(vit, images):
-    schedule = (Setting(1, 30), Setting(3, 16, "merge", 0.0), Setting(4, 9, "prune_redundant"))
+    schedule = (
+        Setting(1, 30, USUAL),
+        Setting(3, 16, Choice("merge", 0.0)),
+        Setting(4, 9, Choice("prune_redundant")),
+    )
     forgetful = Settings(memory_bytes=0, batch_size=20)
     values = []
     for settings in (Settings(batch_size=20), forgetful):
@@ -113,9 +119,13 @@ def test_what_was_computed_before_changes_no_divergence(vit, images):
 
 def check_costs(calibration: Calibration, model: nn.Module) -> None:
     schedules = [
-        (Setting(2, 20),),
-        (Setting(0, 33, "norm", 0.0), Setting(3, 17)),
-        (Setting(1, 30), Setting(4, 21, "prune_unimportant", 0.0), Setting(5, 5, "merge")),
+        (Setting(2, 20, USUAL),),
+        (Setting(0, 33, Choice("norm", 0.0)), Setting(3, 17, USUAL)),
+        (
+            Setting(1, 30, USUAL),
+            Setting(4, 21, Choice("prune_unimportant", 0.0)),
+            Setting(5, 5, Choice("merge")),
+        ),
     ]
     for schedule in schedules:
         config = config_of(schedule, calibration.config)

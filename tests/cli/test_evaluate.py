@@ -145,9 +145,7 @@ def test_thresholds_are_set_on_all_images_that_were_chosen_for_it(
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(
-        "ltm.training.budget.set_thresholds_", lambda _, images, **__: seen.append(images.tolist())
-    )
+    monkeypatch.setattr("ltm.api.fit_", lambda _, images, **__: seen.append(images.tolist()))
     images, config = torch.arange(130), ltm.LTMP(ratio=0.9)
     parts = {"models": {"base": host}, "images": SimpleNamespace(calibration=images)}
     run: Any = SimpleNamespace(**parts, calibration_batch=images)

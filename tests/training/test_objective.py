@@ -129,9 +129,9 @@ def test_distillation_comes_from_the_same_network_without_merging() -> None:
 
 
 def test_ltmp_adds_its_budget() -> None:
-    model = build(ltm.LTMP(ratio=0.8))
+    model = build(ltm.LTMP(ratio=0.8, budget_weight=3.0))
     images, labels = batches()[0]
-    losses = Objective(model, ObjectiveSettings(budget_weight=3.0))(model.train(), images, labels)
+    losses = Objective(model, ObjectiveSettings())(model.train(), images, labels)
     assert losses.share is not None
     expected = losses.cross_entropy + 3.0 * (losses.share - 0.8) ** 2
     assert losses.total.item() == pytest.approx(expected.item())

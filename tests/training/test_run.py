@@ -258,9 +258,9 @@ def test_thresholds_are_set_and_measured_on_images_of_all_classes(
         seen.append(images.mean((2, 3)).argmax(1))
         return 0.9
 
-    for name in ("set_thresholds_", "measure_share"):
+    for name in ("fit_", "measure_share"):
         monkeypatch.setattr(f"ltm.training.run.{name}", note)
-    monkeypatch.setattr("ltm.training.run.THRESHOLD_IMAGES", 6)
+    monkeypatch.setattr("ltm.training.run.FITTING_IMAGES", 6)
     settings = tiny(
         merge={"method": "ltmp", "ratio": 0.9, "method_options": []},
         data={"source": str(tmp_path)},

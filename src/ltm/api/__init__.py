@@ -17,30 +17,35 @@ from ltm.api.conversion import (
     unmerge_tokens_,
 )
 from ltm.api.deployment import freeze_, load, save
-from ltm.api.graphs import Captured, capture
-from ltm.api.watching import (
-    announcing,
+from ltm.api.fitting import (
+    MacShare,
     collect_statistics_,
-    merge_maps,
-    merging_off,
+    fit_,
+    mac_share,
+    measure_share,
     observe_,
-    watching,
 )
+from ltm.api.graphs import Captured, capture
+from ltm.api.watching import announcing, merge_maps, merging_off, watching
 
 __all__ = [
     "Captured",
     "Conversion",
     "ConversionReport",
+    "MacShare",
     "Record",
     "announcing",
     "capture",
     "collect_statistics_",
     "conversion_of",
+    "fit_",
     "freeze_",
     "gmacs",
     "image_size_of",
     "is_merging",
     "load",
+    "mac_share",
+    "measure_share",
     "merge_maps",
     "merge_tokens_",
     "mergers",

@@ -68,7 +68,9 @@ def merge_tokens_(
     """
     _require_network(model)
     if not isinstance(config, MethodConfig):
-        raise TypeError(f"config: got {type(config).__name__}; give LTM, ToMe, ToFu or LTMP.")
+        raise TypeError(
+            f"config: got {type(config).__name__}; give a method's config, such as ltm.LTM()."
+        )
     if is_merging(model):
         raise ValueError(
             "model: it merges tokens already; use unmerge_tokens_ or set_ratio_ to change it."

@@ -21,6 +21,7 @@ from ltm.api.fingerprint import fingerprint
 from ltm.api.watching import watching
 from ltm.core.cost import channels_of
 from ltm.core.patches import embed_by_product_
+from ltm.core.settings import plain
 from ltm.methods import config_from_dict
 
 CONFIG = "config.json"
@@ -148,7 +149,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
         method,
         ratio=None,
         per_block=None,
-        counts=tuple(known["token_counts"]),
+        counts=plain(known["token_counts"]),
         sites=tuple(known["blocks"]),
     )
     with all_or_nothing(model):

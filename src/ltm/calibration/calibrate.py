@@ -15,7 +15,7 @@ from ltm.calibration.costs import CountedCost, SequenceCost
 from ltm.calibration.grids import Frame, GridSpace, Point, probe_grids
 from ltm.calibration.latency import Clock, within_milliseconds
 from ltm.calibration.result import CalibrationResult
-from ltm.calibration.schedules import Schedule, Setting, config_of, unscheduled
+from ltm.calibration.schedules import Schedule, Setting, config_of
 from ltm.calibration.search import Progress, Search, Space
 from ltm.calibration.sensitivity import Sensitivity
 from ltm.calibration.sequences import (
@@ -28,7 +28,7 @@ from ltm.calibration.sequences import (
 )
 from ltm.calibration.settings import Settings, check_budget, check_images
 from ltm.calibration.trials import Trials
-from ltm.methods.ltm import LTM
+from ltm.methods import DEFAULT, MethodConfig, methods
 
 
 def calibrate(
@@ -37,7 +37,7 @@ def calibrate(
     *,
     budget: float | None = None,
     budget_ms: float | None = None,
-    config: LTM | None = None,
+    config: MethodConfig | None = None,
     image_size: int | tuple[int, int] | None = None,
     settings: Settings | None = None,
     progress: Progress = lambda _: None,
@@ -52,7 +52,8 @@ def calibrate(
         budget: share of the original's multiply-adds, the mask modules included.
         budget_ms: instead, milliseconds that a batch of `settings.time_batch` may take on the
             model's device, as the frozen network does.
-        config: everything that is not searched, such as the weights; by default `LTM()`.
+        config: everything that is not searched, such as the weights; by default the
+            model's own, or `LTM()`.
         image_size: by default the model's own.
         settings: how to search.
         progress: called after every trial. KeyboardInterrupt, from here or from the keyboard,
@@ -90,7 +91,7 @@ class Calibration:
         self,
         model: nn.Module,
         images: Tensor,
-        config: LTM | None,
+        config: MethodConfig | None,
         settings: Settings,
         progress: Progress = lambda _: None,
     ) -> None:
@@ -165,7 +166,7 @@ class Calibration:
         if not self.on_sequence:
             return []
         assert isinstance(self.cost, SequenceCost)
-        last = Setting(self.cost.depth - 1, self.levels[0])
+        last = Setting(self.cost.depth - 1, self.levels[0], self.cost.usual)
         if self.search.probe((last,)) > HARMLESS:
             return []
 
@@ -200,17 +201,18 @@ class Calibration:
     def floor(self) -> float:
         """The smallest share that merging reaches at all."""
         if self.on_sequence:
-            return self.cost((Setting(0, self.levels[0]),))
+            assert isinstance(self.cost, SequenceCost)
+            return self.cost((Setting(0, self.levels[0], self.cost.usual),))
         return self.cost(self.frame.schedule({0: (1, 1)}))
 
-    def sketch(self, budget: float) -> LTM | None:
+    def sketch(self, budget: float) -> MethodConfig | None:
         """A plausible config within a budget, without trying any."""
         starts = self._space(budget).starts()
         return config_of(starts[0], self.config) if starts else None
 
     def _uncalibrated(self, budget: float) -> Schedule | None:
-        """What `LTM(ratio=budget)` does, if it can."""
-        config = unscheduled(self.config, ratio=budget)
+        """What the method does at that ratio by itself, if it can."""
+        config = self.config.unscheduled(budget)
         try:
             plan = self.trials.planner.with_config(config).plan()
         except ValueError:
@@ -219,8 +221,7 @@ class Calibration:
             Setting(
                 site.block,
                 site.grid_out or site.num_out,
-                config.operator_at(site.block),
-                config.protection,
+                config.choice_at(site.block) if self.on_sequence else None,
             )
             for site in plan.sites
             if site.merges
@@ -253,12 +254,12 @@ class Calibration:
     @cached_property
     def _sensitivity(self) -> Sensitivity:
         assert isinstance(self.cost, SequenceCost)
-        return probe_blocks(self.search, self.cost.num_in, self.cost.depth)
+        return probe_blocks(self.search, self.cost)
 
     @cached_property
     def _variants(self) -> Variants:
         assert isinstance(self.cost, SequenceCost)
-        return Variants(self.search, self.cost.num_in)
+        return Variants(self.search, self.cost.num_in, self.config.choices())
 
     @cached_property
     def _points(self) -> dict[int, list[Point]]:
@@ -291,21 +292,20 @@ class Calibration:
 
 
 def _is_sequence(planner: Planner) -> bool:
+    reason = planner.config.unschedulable(grid=planner.keeps_grid)
+    if reason:
+        raise ValueError(f"config: {reason}.")
     if planner.keeps_grid:
         return False
-    config = planner.config
-    if isinstance(config, LTM) and config.support_on(grid=False) != "matching":
-        raise ValueError("config: a learned support on a sequence has no schedule to search.")
     if planner.layout.entry is not None:
         raise ValueError(
-            "config: matching on a grid network has no schedule to search; leave support out."
+            "config: a method that restores a network's grids has no schedule to search there."
         )
     return True
 
 
-def _own_config(model: nn.Module) -> LTM:
-    own = conversion_of(model).config if is_merging(model) else None
-    return own if isinstance(own, LTM) else LTM()
+def _own_config(model: nn.Module) -> MethodConfig:
+    return conversion_of(model).config if is_merging(model) else methods()[DEFAULT]()
 
 
 def _original(model: nn.Module) -> nn.Module:

@@ -11,8 +11,7 @@ Letters: n tokens with their prefix.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -20,17 +19,7 @@ from torch import Tensor
 
 from ltm.adapters.planning import Planner
 from ltm.calibration.schedules import Schedule, Setting, config_of, counts_of
-from ltm.methods.ltm import LTM
-
-KINDS: tuple[Setting, ...] = (
-    Setting(0, 0, "norm", 1.0),
-    Setting(0, 0, "norm", 0.0),
-    Setting(0, 0, "prune_unimportant", 0.0),
-)
-"""One of each kind of merge that costs differently."""
-
-_UNIMPORTANT = 2
-"""The kind that compares no tokens."""
+from ltm.methods.base import MethodConfig
 
 _TOLERANCE = 1e-9
 """How far, as a share, a fit may be from what is counted."""
@@ -42,17 +31,10 @@ class Cost(Protocol):
     def __call__(self, schedule: Schedule) -> float: ...
 
 
-def kind_of(setting: Setting) -> int:
-    """Which of `KINDS` a setting costs like."""
-    if setting.operator == "prune_unimportant":
-        return _UNIMPORTANT
-    return 0 if setting.protection > 0 else 1
-
-
 class CountedCost:
     """Every schedule is counted on `meta`, once."""
 
-    def __init__(self, planner: Planner, config: LTM) -> None:
+    def __init__(self, planner: Planner, config: MethodConfig) -> None:
         self._planner, self._config = planner, config
         self._known: dict[Schedule, float] = {}
 
@@ -74,12 +56,14 @@ class SequenceCost:
     Where it does not give what is counted, schedules are counted: far slower, but right.
     """
 
-    def __init__(self, planner: Planner, config: LTM) -> None:
+    def __init__(self, planner: Planner, config: MethodConfig) -> None:
         (run,) = planner.layout.runs
         self.num_in, self.depth = run.num_in, len(run.blocks)
         self.num_prefix = planner.layout.num_prefix
-        self._alternates = config.matching == "alternate"
+        self._alternates = config.alternates()
         self._counted = CountedCost(planner, config)
+        self.usual: Hashable = config.choices()[0]
+        self._kinds = self._kinds_of(config.choices())
         samples = list(self._samples())
         table = torch.stack([self._terms(schedule) for schedule in samples])
         scale = table.amax(dim=0).clamp_min(1)
@@ -88,6 +72,17 @@ class SequenceCost:
         self._values: list[float] = (solution / scale).tolist()
         known = (*samples, self._held_out())
         self.exact = all(abs(self._fitted(s) - self._counted(s)) < _TOLERANCE for s in known)
+
+    def _kinds_of(self, choices: Sequence[Hashable]) -> dict[Hashable, int]:
+        """The kind of every choice: choices whose merges cost the same are of one kind."""
+        kinds: dict[Hashable, int] = {}
+        costs: list[float] = []
+        for choice in choices:
+            cost = self._counted((self._placed((choice, 7), self.depth - 1, self.num_in),))
+            if cost not in costs:
+                costs.append(cost)
+            kinds[choice] = costs.index(cost)
+        return kinds
 
     def __call__(self, schedule: Schedule) -> float:
         return self._fitted(schedule) if self.exact else self._counted(schedule)
@@ -107,7 +102,7 @@ class SequenceCost:
 
     def _steps(self, schedule: Schedule) -> Iterator[tuple[int, int, int | None]]:
         """Of every block: the tokens before and after it, and the kind of its merge."""
-        counts, kinds = counts_of(schedule), {s.block: kind_of(s) for s in schedule}
+        counts, kinds = counts_of(schedule), {s.block: self._kinds[s.choice] for s in schedule}
         left = self.num_in
         for block in range(self.depth):
             after = counts.get(block, left)
@@ -120,9 +115,13 @@ class SequenceCost:
 
         An alternate matching compares even patches with odd ones, until more than half leave.
         """
-        if self._alternates and kind != _UNIMPORTANT and before - after <= before // 2:
-            return 4 + 3 * (len(KINDS) + kind), (before // 2) * (before - before // 2)
+        if self._alternates and before - after <= before // 2:
+            return 4 + 3 * (self._num_kinds + kind), (before // 2) * (before - before // 2)
         return 4 + 3 * kind, (before + self.num_prefix) ** 2
+
+    @property
+    def _num_kinds(self) -> int:
+        return 1 + max(self._kinds.values())
 
     def _terms(self, schedule: Schedule) -> Tensor:
         """What each coefficient is multiplied with."""
@@ -136,31 +135,37 @@ class SequenceCost:
                 terms[start : start + 3] += torch.tensor([1, n, compared], dtype=torch.float64)
         return terms
 
-    def _ways(self) -> list[tuple[Setting, int]]:
-        """All that costs differently: kinds, and the eighths of the tokens that stay."""
-        apart = KINDS[:_UNIMPORTANT] if self._alternates else ()
-        return [*((kind, 3) for kind in KINDS), *((kind, 7) for kind in apart)]
+    def _ways(self) -> list[tuple[Hashable, int]]:
+        """All that costs differently: a choice of each kind, and the eighths of tokens that stay.
+
+        The cheapest is last.
+        """
+        firsts = {kind: choice for choice, kind in reversed(self._kinds.items())}
+        choices = [firsts[kind] for kind in range(self._num_kinds)]
+        apart = choices if self._alternates else []
+        return [*((choice, 3) for choice in choices), *((choice, 7) for choice in apart)]
 
     def _samples(self) -> Iterator[Schedule]:
         """Schedules that tell the coefficients apart: every way at three numbers of tokens."""
-        last, unimportant = self.depth - 1, KINDS[_UNIMPORTANT]
+        last, (lead, _) = self.depth - 1, self._ways()[self._num_kinds - 1]
         yield ()
-        yield (_placed((unimportant, 7), last, self.num_in),)
+        yield (self._placed((lead, 7), last, self.num_in),)
         for way in self._ways():
-            yield (_placed(way, last, self.num_in),)
-        for eighths in (4, 6) if last > 0 else ():
-            first = _placed((unimportant, eighths), 0, self.num_in)
+            yield (self._placed(way, last, self.num_in),)
+        leads = (4, 5, 6) if self._alternates else (4, 6)
+        for eighths in leads if last > 0 else ():
+            first = self._placed((lead, eighths), 0, self.num_in)
             assert isinstance(first.count, int)
             yield (first,)
             for way in self._ways():
-                yield first, _placed(way, last, first.count)
+                yield first, self._placed(way, last, first.count)
 
     def _held_out(self) -> Schedule:
         """A schedule of all ways, as far as there are blocks and tokens, unlike the samples."""
         sites: list[Setting] = []
         ways, left = self._ways()[-self.depth :], self.num_in
         for index, way in enumerate(reversed(ways)):
-            site = _placed(way, index * self.depth // len(ways), left)
+            site = self._placed(way, index * self.depth // len(ways), left)
             assert isinstance(site.count, int)
             if site.count == left:
                 break
@@ -168,7 +173,6 @@ class SequenceCost:
             left = site.count
         return tuple(sites)
 
-
-def _placed(way: tuple[Setting, int], block: int, before: int) -> Setting:
-    kind, eighths = way
-    return dataclasses.replace(kind, block=block, count=max(1, before * eighths // 8))
+    def _placed(self, way: tuple[Hashable, int], block: int, before: int) -> Setting:
+        choice, eighths = way
+        return Setting(block, max(1, before * eighths // 8), choice)

@@ -18,7 +18,7 @@ from ltm.api import freeze_, merge_tokens_
 from ltm.calibration.result import CalibrationResult
 from ltm.evaluation.modes import MODES
 from ltm.evaluation.timing import interleaved
-from ltm.methods.ltm import LTM
+from ltm.methods import MethodConfig
 
 _HALVINGS = 5
 _CORRECTIONS = 4
@@ -41,7 +41,7 @@ class Clock:
         self._original = self._ready(model)
         self.original = self._times({"original": self._original})["original"]
 
-    def __call__(self, config: LTM) -> float:
+    def __call__(self, config: MethodConfig) -> float:
         """The time of a network that merges so, corrected for how fast the device is just now."""
         merging = copy.deepcopy(self.model)
         merge_tokens_(merging, config, (self.images.shape[-2], self.images.shape[-1]))
@@ -61,8 +61,8 @@ class Clock:
 
 def within_milliseconds(
     search: Callable[[float], CalibrationResult],
-    sketch: Callable[[float], LTM | None],
-    clock: Callable[[LTM], float],
+    sketch: Callable[[float], MethodConfig | None],
+    clock: Callable[[MethodConfig], float],
     *,
     original: float,
     budget_ms: float,
@@ -104,7 +104,7 @@ def _time(found: CalibrationResult) -> float:
 
 def _corrections(
     search: Callable[[float], CalibrationResult],
-    clock: Callable[[LTM], float],
+    clock: Callable[[MethodConfig], float],
     budget_ms: float,
     share: float,
     floor: float,
@@ -124,8 +124,8 @@ def _corrections(
 
 
 def _share_for(
-    sketch: Callable[[float], LTM | None],
-    clock: Callable[[LTM], float],
+    sketch: Callable[[float], MethodConfig | None],
+    clock: Callable[[MethodConfig], float],
     *,
     budget_ms: float,
     floor: float,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ltm.calibration.schedules import Schedule
-from ltm.methods.ltm import LTM
+from ltm.methods import MethodConfig
 
 Phase = Literal["sensitivity", "start", "refinement"]
 
@@ -32,12 +32,12 @@ class Trial:
 class CalibrationResult:
     """The schedule that stays closest to the original within the budget. Print it."""
 
-    config: LTM
+    config: MethodConfig
     """Give it to `merge_tokens_`, save it, use it on other copies of the network."""
     divergence: float
     """Mean divergence from the original's outputs: KL in nats, or one less cosine of features."""
     uncalibrated: float | None
-    """The same of `LTM(ratio=...)`, which knows no images."""
+    """The same of the method's own schedule at that ratio, which knows no images."""
     measure: str
     share: float
     budget: float
@@ -62,9 +62,8 @@ class CalibrationResult:
     def _tokens(self, block: int, count: Any) -> str:
         if isinstance(count, tuple):
             return f"{count[0]} x {count[1]} tokens"
-        operator, protection = self.config.operator_at(block), self.config.protection_at(block)
-        protected = f", protection {protection:g}" if protection else ""
-        return f"{count} tokens, {operator}{protected}"
+        choice = self.config.choice_at(block)
+        return f"{count} tokens" if choice is None else f"{count} tokens, {choice}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without the history."""

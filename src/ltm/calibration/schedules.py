@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from ltm.methods.base import Count
-from ltm.methods.ltm import LTM
-from ltm.methods.ltm.matching import Operator
+from ltm.methods.base import Count, MethodConfig
 
 
 @dataclass(frozen=True)
@@ -17,8 +15,8 @@ class Setting:
     block: int
     count: Count
     """Tokens left, prefix excluded; (height, width) on grids."""
-    operator: Operator = "norm"
-    protection: float = 1.0
+    choice: Hashable = None
+    """One of the method's `choices`; None on grids, and where there is none to make."""
 
 
 Schedule = tuple[Setting, ...]
@@ -30,30 +28,12 @@ def counts_of(schedule: Schedule) -> dict[int, Count]:
     return {setting.block: setting.count for setting in schedule}
 
 
-def config_of(schedule: Schedule, base: LTM) -> LTM:
+def config_of(schedule: Schedule, base: MethodConfig) -> MethodConfig:
     """The schedule as a plain config; everything else is as in `base`."""
     if not schedule:
-        return unscheduled(base, ratio=1.0)
-    on_grid = isinstance(schedule[0].count, tuple)
-    return dataclasses.replace(
-        base,
-        ratio=None,
-        per_block=None,
-        counts=tuple(setting.count for setting in schedule),
-        sites=tuple(setting.block for setting in schedule),
-        operators=None if on_grid else tuple(setting.operator for setting in schedule),
-        protections=None if on_grid else tuple(setting.protection for setting in schedule),
-    )
-
-
-def unscheduled(base: LTM, *, ratio: float, sites: tuple[int, ...] | None = None) -> LTM:
-    """`base` without anything that a schedule decides."""
-    return dataclasses.replace(
-        base,
-        ratio=ratio,
-        per_block=None,
-        counts=None,
-        sites=sites,
-        operators=None,
-        protections=None,
+        return base.unscheduled(1.0)
+    return base.scheduled(
+        tuple(setting.block for setting in schedule),
+        tuple(setting.count for setting in schedule),
+        tuple(setting.choice for setting in schedule),
     )

@@ -66,7 +66,7 @@ class Programme:
     def __init__(
         self, sensitivity: Sensitivity, cost: SequenceCost, levels: Sequence[int], num_sites: int
     ) -> None:
-        self.depth, self.num_sites = cost.depth, num_sites
+        self.depth, self.num_sites, self.usual = cost.depth, num_sites, cost.usual
         self.levels = [cost.num_in, *sorted(set(levels) - {cost.num_in}, reverse=True)]
         pairs = [[(n, p) for p in self.levels] for n in self.levels]
         self.fixed = cost(()) - cost.depth * cost.block(cost.num_in, cost.num_in)
@@ -109,7 +109,7 @@ class Programme:
         for block in reversed(range(self.depth)):
             before = int(steps[block][used, level])
             if before >= 0:
-                sites.append(Setting(block, self.levels[level]))
+                sites.append(Setting(block, self.levels[level], self.usual))
                 cost += float(self.merging[before, level])
                 used, level = used - 1, before
             else:

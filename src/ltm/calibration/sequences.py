@@ -1,43 +1,28 @@
-"""Schedules of sequence networks (ViT): sites, token counts, operators, protections."""
+"""Schedules of sequence networks (ViT): sites, token counts, and the method's own choices."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from ltm.calibration.costs import SequenceCost
 from ltm.calibration.schedules import Schedule, Setting
 from ltm.calibration.search import Search
 from ltm.calibration.sensitivity import LEAVING, Programme, Sensitivity
-from ltm.methods.ltm.matching import Operator
-
-Variant = tuple[Operator, float]
-"""How a site merges: operator and protection."""
-
-PLAIN: Variant = ("norm", 1.0)
-VARIANTS: tuple[Variant, ...] = (
-    PLAIN,
-    ("norm", 0.0),
-    ("merge", 1.0),
-    ("merge", 0.0),
-    ("prune_redundant", 1.0),
-    ("prune_redundant", 0.0),
-    ("prune_unimportant", 0.0),
-)
 
 HOPELESS = 0.5
 """A divergence beyond which a block is not asked to give up still more tokens."""
 
 _PROBE = 0.25
-"""The share of tokens whose leaving tells the variants of a block apart."""
+"""The share of tokens whose leaving tells the choices of a block apart."""
 
 _WORTH_TRYING = 1.25
-"""Variants that did worse than the plain one by more than this factor are left out."""
+"""Choices that did worse than the usual one by more than this factor are left out."""
 
 HARMLESS = 1e-7
-"""A divergence that makes no difference, nor do variants then.
+"""A divergence that makes no difference, nor do choices then.
 
 Where the head reads the class token alone, the last block's patches are of no use once they were
 attended to: letting them go there is harmless.
@@ -47,14 +32,15 @@ _CLOSE = 0.01
 """How closely a start is fitted to the budget; the search does the rest."""
 
 
-def probe_blocks(search: Search, num_in: int, depth: int) -> Sensitivity:
+def probe_blocks(search: Search, cost: SequenceCost) -> Sensitivity:
     """Ask every block how much it minds that tokens leave."""
+    num_in = cost.num_in
     curves: dict[int, list[tuple[int, float]]] = {}
-    for block in range(depth):
+    for block in range(cost.depth):
         curves[block] = []
         for share in LEAVING:
             leaving = max(1, min(num_in - 1, round(share * num_in)))
-            divergence = search.probe((_setting(block, num_in - leaving, PLAIN),))
+            divergence = search.probe((Setting(block, num_in - leaving, cost.usual),))
             curves[block].append((leaving, divergence))
             if divergence > HOPELESS:
                 break
@@ -81,24 +67,25 @@ def largest_within(
 
 
 class Variants:
-    """How good the ways to merge are at each block, as factors of the plain one's divergence.
+    """How good a method's choices are at each block, as factors of the usual one's divergence.
 
     Only blocks that are asked for are probed.
     """
 
-    def __init__(self, search: Search, num_in: int) -> None:
+    def __init__(self, search: Search, num_in: int, choices: Sequence[Hashable]) -> None:
         self._search, self._num_in = search, num_in
-        self._known: dict[int, dict[Variant, float]] = {}
+        self.usual, *self._others = choices
+        self._known: dict[int, dict[Hashable, float]] = {}
 
-    def at(self, block: int) -> dict[Variant, float]:
-        """The factors at a block; only the plain one where nothing makes a difference."""
+    def at(self, block: int) -> dict[Hashable, float]:
+        """The factors at a block; only the usual one where nothing makes a difference."""
         if block not in self._known:
             count = self._num_in - max(1, round(_PROBE * self._num_in))
-            plain = self._search.probe((_setting(block, count, PLAIN),))
-            self._known[block] = {PLAIN: 1.0}
-            for variant in VARIANTS[1:] if plain > HARMLESS else ():
-                divergence = self._search.probe((_setting(block, count, variant),))
-                self._known[block][variant] = divergence / plain
+            usual = self._search.probe((Setting(block, count, self.usual),))
+            self._known[block] = {self.usual: 1.0}
+            for choice in self._others if usual > HARMLESS else ():
+                divergence = self._search.probe((Setting(block, count, choice),))
+                self._known[block][choice] = divergence / usual
         return self._known[block]
 
 
@@ -141,9 +128,8 @@ class SequenceSpace:
         for setting in schedule:
             assert isinstance(setting.count, int)
             step = self.sensitivity.step(setting.block, before, setting.count)
-            variant = (setting.operator, setting.protection)
-            if variant != PLAIN:
-                step *= self.variants.at(setting.block).get(variant, 1.0)
+            if setting.choice != self.variants.usual:
+                step *= self.variants.at(setting.block).get(setting.choice, 1.0)
             total += step
             before = setting.count
         return total
@@ -191,14 +177,14 @@ class SequenceSpace:
         between = [level for level in self.levels if least < level < most]
         if not between:
             return None
-        return (*schedule, _setting(block, between[len(between) // 2], PLAIN))
+        return (*schedule, Setting(block, between[len(between) // 2], self.variants.usual))
 
     def _swaps(self, schedule: Schedule) -> Iterator[Schedule]:
         """A site merges another way, if that is any good there."""
         for index, setting in enumerate(schedule):
-            for (operator, protection), factor in self.variants.at(setting.block).items():
+            for choice, factor in self.variants.at(setting.block).items():
                 if factor <= _WORTH_TRYING:
-                    changed = _replaced(schedule, index, operator=operator, protection=protection)
+                    changed = _replaced(schedule, index, choice=choice)
                     fitted = self._fit(changed, index)
                     if fitted is not None:
                         yield fitted
@@ -226,10 +212,6 @@ class SequenceSpace:
             else:
                 last = middle - 1
         return fits
-
-
-def _setting(block: int, count: int, variant: Variant) -> Setting:
-    return Setting(block, count, *variant)
 
 
 def _count(setting: Setting) -> int:

@@ -19,9 +19,9 @@ from ltm.adapters.base import Adapter
 from ltm.adapters.planning import Planner
 from ltm.adapters.state import TokenState
 from ltm.calibration.divergence import choose_divergence
-from ltm.calibration.schedules import Schedule, config_of, counts_of, unscheduled
+from ltm.calibration.schedules import Schedule, config_of, counts_of
 from ltm.core.cost import meta_copy
-from ltm.methods.ltm import LTM
+from ltm.methods import MethodConfig
 
 Kept = tuple[Any, Any]
 """A block's output, and what is known about its tokens."""
@@ -60,7 +60,7 @@ class Trials:
         model: nn.Module,
         adapter: Adapter,
         images: Tensor,
-        config: LTM,
+        config: MethodConfig,
         *,
         batch_size: int,
         memory_bytes: int,
@@ -72,9 +72,7 @@ class Trials:
             part.to(parameter.device, parameter.dtype) for part in images.split(batch_size)
         ]
         everywhere = tuple(range(len(adapter.layout(meta_copy(model), size).blocks)))
-        self.planner = Planner(
-            model, adapter, unscheduled(config, ratio=1.0, sites=everywhere), size
-        )
+        self.planner = Planner(model, adapter, config.unscheduled(1.0, everywhere), size)
         with torch.no_grad():
             self.reference = [model(batch) for batch in self.batches]
         num_classes = self.planner.layout.num_classes

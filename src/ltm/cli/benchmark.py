@@ -180,11 +180,13 @@ def _asked_for(
     ratio: float | None,
 ) -> tuple[list[str], list[str], float]:
     """Networks, methods and the share that remains; a saved run has all of them."""
+    from ltm.methods import BASELINE, DEFAULT
+
     ratio_ = 0.7 if ratio is None else ratio
     if run is not None:
         refuse_given({"models": models, "methods": methods, "ratio": ratio}, "a saved run")
         return [str(run)], [], ratio_
-    found = split_methods(("tome", "ltm") if methods is None else methods, PUBLISHED_TOME)
+    found = split_methods((BASELINE, DEFAULT) if methods is None else methods, PUBLISHED_TOME)
     check_methods(found, ratio_)
     names = _some("models", ("vit_small_patch16_224",) if models is None else models)
     for name in names:

@@ -22,10 +22,6 @@ PUBLISHED_TOME = "tome-reference"
 _SAMPLE, _COUNTED = 16, 8
 """Images on which thresholds and statistics are set, and on which what they leave is counted."""
 
-_LTMP_NOTE = (
-    "thresholds set on the timed images; batches padded to the longest image, masked when compiled"
-)
-
 
 def check_methods(methods: Sequence[str], ratio: float) -> None:
     """Refuse what is no method, before anything is made."""
@@ -35,8 +31,9 @@ def check_methods(methods: Sequence[str], ratio: float) -> None:
 
 
 def _config(method: str, ratio: float) -> MethodConfig:
-    """The config of a method; the published ToMe has ours."""
-    return method_config(method.replace(PUBLISHED_TOME, "tome", 1), ratio)
+    """The config of a method; a published algorithm has that of ours."""
+    ours = PUBLISHED_TOME.removesuffix("-reference")
+    return method_config(method.replace(PUBLISHED_TOME, ours, 1), ratio)
 
 
 def base_candidate(model: nn.Module, images: Tensor) -> Candidate:
@@ -61,8 +58,8 @@ def timed_candidate(
 ) -> Candidate:
     """A copy of the untouched `model`, merging: as it is deployed, or as it is trained.
 
-    LTM gets class statistics of random labels, so that its informative weights cost what they do
-    after training; LTMP's thresholds are set so that it meets the ratio on `images`.
+    It is fitted on `images`: informative weights get class statistics of random labels, so that
+    they cost what they do after training; a ratio that holds as a mean holds on them.
     """
     from ltm.evaluation.latency import Candidate
 
@@ -81,39 +78,25 @@ def timed_candidate(
         )
     config = method_config(method, ratio)
     prepare_(model, config, images)
-    note = _LTMP_NOTE if config.name == "ltmp" else ""
     gmacs = _gmacs(model, images)
     if not training:
         from ltm.api import freeze_
 
         freeze_(model)
+    note = config.timing_note
     return Candidate(method=method, model=model, ratio=config.ratio, gmacs=gmacs, note=note)
 
 
-def prepare_(model: nn.Module, config: object, images: Tensor) -> None:
+def prepare_(model: nn.Module, config: MethodConfig, images: Tensor) -> None:
     """Convert, and give the method what it would have learned from data."""
     import torch
 
-    from ltm.api import collect_statistics_, merge_tokens_, mergers
-    from ltm.methods import LTMP, MethodConfig
+    from ltm.api import fit_, merge_tokens_
 
-    assert isinstance(config, MethodConfig)
     merge_tokens_(model, config, (images.shape[-2], images.shape[-1]))
-    if isinstance(config, LTMP):
-        set_ltmp_thresholds_(model, images[:_SAMPLE])
-    elif any(getattr(merger, "informative", None) is not None for _, merger in mergers(model)):
-        labels = torch.arange(len(images[:_SAMPLE])) % num_classes_of(model)
-        collect_statistics_(model, [(images[:_SAMPLE], labels)])
-
-
-def set_ltmp_thresholds_(model: nn.Module, images: Tensor) -> None:
-    """Meet LTMP's ratio, as a mean, on a few unlabelled images."""
-    from ltm.api import conversion_of
-    from ltm.training.budget import set_thresholds_
-
-    ratio = conversion_of(model).config.ratio
-    if ratio is not None and ratio < 1:
-        set_thresholds_(model, images, tolerance=0.02)
+    few = images[:_SAMPLE]
+    labels = torch.arange(len(few)) % num_classes_of(model)
+    fit_(model, [(few, labels)], tolerance=0.02)
 
 
 def _published_tome(model: nn.Module, method: str, ratio: float) -> tuple[nn.Module, float]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ltm.report.documents import Illustration
     from ltm.report.pictures import NamedPicture
 
-_THRESHOLD_IMAGES = 64
+_FITTING_IMAGES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +138,18 @@ class Compression:
         self.save()
 
     def _converted(self, config: MethodConfig) -> nn.Module:
-        from ltm.api import merge_tokens_
-        from ltm.training.budget import set_thresholds_
+        from ltm.api import fit_, merge_tokens_
 
         model = copy.deepcopy(self.models[BASE])
         merge_tokens_(model, config)
-        if config.name == "ltmp" and config.ratio is not None and config.ratio < 1:
+        if config.needs_images():
             if self.images.calibration is None:
-                raise ValueError(f"LTMP's thresholds need other images, but {self.images.reason}")
+                raise ValueError(
+                    f"{config.title} needs other images to be fitted on, but {self.images.reason}"
+                )
             # One of several: images come class by class.
-            step = -(-len(self.calibration_batch) // _THRESHOLD_IMAGES)
-            set_thresholds_(model, self.calibration_batch[::step])
+            step = -(-len(self.calibration_batch) // _FITTING_IMAGES)
+            fit_(model, self.calibration_batch[::step])
         return model
 
     def calibrate(self) -> None:

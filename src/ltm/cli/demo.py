@@ -63,7 +63,9 @@ def demo(
     # Threads that wait by spinning make a small network several times slower on a busy machine;
     # torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    config = method_config("ltm", ratio)
+    from ltm.methods import DEFAULT, methods
+
+    config = method_config(DEFAULT, ratio)
     check_folder(output, overwrite=overwrite or _is_own(output))
 
     import torch
@@ -80,13 +82,13 @@ def demo(
         Options(
             model="A ViT of 6 blocks",
             weights=f"trained here, {epochs} epochs on {train_images} generated images",
-            method="ltm",
+            method=DEFAULT,
             config=config,
             data=data,
             output=output,
             command=command,
             device=torch.device("cpu"),
-            compare=("tome", "tofu", "ltmp"),
+            compare=tuple(name for name in methods() if name != DEFAULT),
             calibration_trials=60,
             time_batches=(1, 32) if time else (),
             workers=0,

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltm.cli.candidates import set_ltmp_thresholds_
 from ltm.evaluation.images import load_batches, open_images, sample_images
 from ltm.files import check_folder, write_metrics
 from ltm.models import (
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 BASE = "base"
 _SAMPLE = 64
-"""Images on which LTMP's thresholds are set, and its share of the MACs is measured."""
+"""Images on which a method is fitted, and its share of the MACs is measured."""
 
 
 def evaluate(
@@ -161,13 +160,12 @@ def entrants(
 
 
 def meet_ratios_(models: dict[str, nn.Module], sample: Callable[[], Any]) -> None:
-    """Set LTMP's thresholds, which decide how much it merges, on a sample of images."""
-    from ltm.api import conversion_of, is_merging
-    from ltm.methods import LTMP
+    """Fit methods that meet their ratio as a mean on a sample of images."""
+    from ltm.api import conversion_of, fit_, is_merging
 
     for model in models.values():
-        if is_merging(model) and isinstance(conversion_of(model).config, LTMP):
-            set_ltmp_thresholds_(model, sample())
+        if is_merging(model) and conversion_of(model).config.needs_images():
+            fit_(model, sample(), tolerance=0.02)
 
 
 def collect_(models: dict[str, nn.Module], batches: Any) -> None:
@@ -179,7 +177,7 @@ def collect_(models: dict[str, nn.Module], batches: Any) -> None:
             return (images for images, _ in batches)
 
     for name, model in models.items():
-        keeps = (getattr(m, "informative", None) is not None for _, m in mergers(model))
+        keeps = (merger.keeps_statistics for _, merger in mergers(model))
         if is_merging(model) and any(keeps):
             collect_statistics_(model, Unlabelled(), progress=Progress(f"statistics of {name}"))
 

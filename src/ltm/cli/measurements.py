@@ -144,11 +144,10 @@ class Measurements:
 
 
 def gmacs_of(model: nn.Module, base_gmacs: float, sample: Callable[[], Tensor]) -> float:
-    """Billions of multiply-adds an image; LTMP's is a mean over images, as its tokens differ."""
-    from ltm.api import conversion_of, gmacs, is_merging
-    from ltm.training.budget import measure_share
+    """Billions of multiply-adds an image; a mean where the tokens differ between images."""
+    from ltm.api import gmacs, measure_share, mergers
 
-    if is_merging(model) and conversion_of(model).config.name == "ltmp":
+    if any(merger.own_counts for _, merger in mergers(model)):
         return measure_share(model, sample()) * base_gmacs
     return gmacs(model)
 

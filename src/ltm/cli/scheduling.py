@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def why_not_calibrated(model: nn.Module, images: Partition) -> str:
     """What keeps a converted model's schedule from being chosen on images; empty for nothing."""
     from ltm.api import conversion_of
-    from ltm.methods import LTM
 
     done = conversion_of(model)
-    if not isinstance(done.config, LTM) or done.family != "vit":
-        return f"calibration is for LTM on ViTs, and this is {done.config.name} on {done.family}"
-    if done.config.support_on(grid=False) != "matching":
-        return "a learned support has no schedule to calibrate"
+    if done.family != "vit":
+        return f"calibration is for ViTs, and this is {done.config.title} on {done.family}"
+    reason = done.config.unschedulable(grid=False)
+    if reason:
+        return reason
     if done.config.ratio in (None, 1) or done.config.sites is not None:
         return "it was given"
     if images.calibration is None:
@@ -38,9 +38,7 @@ def choose_schedule(
     """The schedule that stays closest to the original; Ctrl-C keeps the best so far."""
     from ltm.calibration import calibrate
     from ltm.calibration.calibrate import Settings
-    from ltm.methods import LTM
 
-    assert isinstance(config, LTM)
     assert config.ratio is not None
     with counting("calibration") as step:
         return calibrate(

@@ -29,7 +29,7 @@ def visualize(
     weights: Path | None = None,
     run: Path | None = None,
     method: str | None = None,
-    against: str = "tome",
+    against: str | None = None,
     ratio: float = 0.7,
     targets: tuple[str, ...] = (),
     sites: str = "last",
@@ -59,7 +59,8 @@ def visualize(
         weights: take those of a file in timm's keys, .safetensors or .pth.
         run: a saved network; its own method and schedule are drawn.
         method: how to merge, such as ltm:support=learned,weights=uniform; by default ltm.
-        against: another method to draw beside it, at the same ratio; none for none.
+        against: another method to draw beside it, at the same ratio; by default tome; none for
+            none.
         ratio: share of the multiply-adds that may remain.
         targets: patches as row,column, one for all images or one for each; by default telling ones.
         sites: blocks to draw: last (whose tokens are still attended to), all, or numbers: 3,8.
@@ -118,7 +119,7 @@ def visualize(
 
 
 def _entrants(
-    model: nn.Module, method: str | None, against: str, ratio: float
+    model: nn.Module, method: str | None, against: str | None, ratio: float
 ) -> dict[str, nn.Module]:
     """The other method first, as in the paper's figure."""
     import copy
@@ -131,8 +132,10 @@ def _entrants(
         report,
         unmerge_tokens_,
     )
+    from ltm.methods import BASELINE, DEFAULT
     from ltm.report.curves import display_name
 
+    against = BASELINE if against is None else against
     host = copy.deepcopy(model)
     if is_merging(model):
         if method is not None:
@@ -141,7 +144,7 @@ def _entrants(
         ratio = conversion_of(model).config.ratio or min(1.0, report(model).share)
         unmerge_tokens_(host)
     else:
-        method = method or "ltm"
+        method = method or DEFAULT
         merge_tokens_(model, method_config(method, ratio))
     found: dict[str, nn.Module] = {}
     if against not in ("none", method):

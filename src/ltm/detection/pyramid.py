@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import math
@@ -22,7 +21,7 @@ from ltm.adapters.grids import MergingGridModel
 from ltm.api import image_size_of, is_merging, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.detection.necks import simple_neck
-from ltm.methods import LTM, MethodConfig
+from ltm.methods import MethodConfig
 from ltm.models import closest, read_weights
 
 Size = tuple[int, int]
@@ -181,15 +180,10 @@ def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size
     support shrinks its maps, and boxes lose much of their precision. It is for budgets that
     matching cannot meet.
     """
-    is_open = (
-        isinstance(merging, LTM)
-        and merging.support is None
-        and merging.counts is None
-        and merging.support_on(grid=False) == "matching"
-    )
-    if is_open and select_adapter(network).family == "mobilevit":
+    restoring = merging.for_feature_maps()
+    if restoring != merging and select_adapter(network).family == "mobilevit":
         with suppress(ValueError):
-            merge_tokens_(network, dataclasses.replace(merging, support="matching"), image_size)
+            merge_tokens_(network, restoring, image_size)
             return
     merge_tokens_(network, merging, image_size)
 

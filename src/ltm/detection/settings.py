@@ -45,8 +45,8 @@ class DetectorSettings:
 class DetectionMerge:
     """How the backbone merges tokens; one of `ratio` and `per_block` says how much."""
 
-    method: Literal["ltm", "tome", "tofu", "none"] = "ltm"
-    """Method, or none to train the backbone as it is."""
+    method: str = "ltm"
+    """Name of a method (ltm, tome, ...), or none to train the backbone as it is."""
     ratio: float | None = None
     """Share of the backbone's MACs to keep; 0.7 unless per_block is given."""
     per_block: float | None = None

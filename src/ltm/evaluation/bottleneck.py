@@ -28,7 +28,7 @@ from ltm.core.clustering import class_centroids, class_membership, class_sums, i
 from ltm.core.cost import evaluating
 from ltm.core.statistics import ClassStatistics
 from ltm.core.validation import check_labels
-from ltm.methods import ToMe
+from ltm.methods import BASELINE, methods
 from ltm.processes import require_images, sum_over_processes
 
 Key = tuple[str, int]
@@ -65,7 +65,7 @@ def watchable(model: nn.Module, image_size: tuple[int, int] | None = None) -> It
     if is_merging(model):
         yield model
         return
-    merge_tokens_(model, ToMe(ratio=1.0), image_size)
+    merge_tokens_(model, methods()[BASELINE](ratio=1.0), image_size)
     try:
         yield model
     finally:

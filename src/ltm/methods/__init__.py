@@ -6,4 +6,19 @@ from ltm.methods.ltmp import LTMP
 from ltm.methods.tofu import ToFu
 from ltm.methods.tome import ToMe
 
-__all__ = ["LTM", "LTMP", "MethodConfig", "ToFu", "ToMe", "config_from_dict", "methods"]
+DEFAULT = LTM.name
+"""The method that verbs take unless told otherwise."""
+BASELINE = ToMe.name
+"""The method that it is compared with."""
+
+__all__ = [
+    "BASELINE",
+    "DEFAULT",
+    "LTM",
+    "LTMP",
+    "MethodConfig",
+    "ToFu",
+    "ToMe",
+    "config_from_dict",
+    "methods",
+]

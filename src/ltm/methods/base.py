@@ -6,10 +6,11 @@ A method knows nothing about networks. A block hands it tokens and hints; it ans
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, get_type_hints
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -131,8 +132,34 @@ class Merger(nn.Module, ABC):
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         """Decide which of the tokens become one."""
 
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether it learns from class statistics: `observe` adds up, `take_statistics_` uses."""
+        return False
+
     def observe(self, merged: Float[Tensor, "b t2 c"], hints: Hints) -> None:
-        """Look at what came out; only called while statistics are collected."""
+        """Add what came out to the sums; only called while statistics are collected."""
+
+    def take_statistics_(self) -> None:
+        """Use the sums of all processes from now on. All processes have to call it."""
+
+    def forget_statistics_(self) -> None:
+        """Start anew: forget the sums, and what was taken from earlier ones."""
+
+    def forget_sums_(self) -> None:
+        """Drop sums that were left unfinished; what was taken from earlier ones stays."""
+
+    def bound(
+        self, merged: Float[Tensor, "b t2 c"], hints: Hints, targets: Tensor
+    ) -> Float[Tensor, ""] | None:
+        """The information-bottleneck bound of what came out, where statistics are known.
+
+        `targets` are labels (b) or distributions over classes (b a).
+        """
+        return None
+
+    def set_noise_(self, scale: float) -> None:
+        """Set the scale of the noise that explores other choices in training."""
 
     @property
     def active(self) -> bool:
@@ -170,6 +197,27 @@ def _keep_what_is_absent(merger: Merger, keys: Any) -> None:
         keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(prefix)]
 
 
+class Images(ABC):
+    """Images, and a converted model to run on them, for a method that takes something from both."""
+
+    @abstractmethod
+    def share(self) -> float:
+        """The mean share of the original's MACs over the images, from the tokens really left."""
+
+    @abstractmethod
+    def collect_statistics_(self) -> None:
+        """Let every merger that keeps class statistics observe the images, and take them."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExtraLoss:
+    """What a method adds to the loss of a batch."""
+
+    value: Float[Tensor, ""]
+    share: Float[Tensor, ""] | None = None
+    """The share of MACs in this batch, where it differs from image to image."""
+
+
 _METHODS: dict[str, type[MethodConfig]] = {}
 
 
@@ -191,10 +239,22 @@ class MethodConfig(ABC):
     """Weigh tokens in the attention by the number of patches they stand for."""
 
     name: ClassVar[str]
+    """What the method is called in commands and files; naming a class registers it."""
+    title: ClassVar[str]
+    """Its name as people write it; the class's own unless given."""
+    description: ClassVar[str]
+    """What it does with tokens, in a phrase; the first line of the docstring unless given."""
+    colour: ClassVar[str | None] = None
+    """Its colour in plots, "#rrggbb"; None takes one that is free."""
+    marker: ClassVar[str | None] = None
+    timing_note: ClassVar[str] = ""
+    """What to know about its times beside other methods'."""
     prefers_few: ClassVar[bool] = False
     """Merges once per stage of a grid network, where that is enough, instead of in every block."""
     earlier: ClassVar[dict[str, Any]] = {}
-    """What settings were before there were names for them: for configs that were saved then."""
+    """Values of settings that old saved configs lack."""
+    later: ClassVar[frozenset[str]] = frozenset()
+    """Settings that version 0.1.0 does not know; they are saved where they differ from it."""
 
     def __post_init__(self) -> None:
         given = [f for f in ("ratio", "per_block", "counts") if getattr(self, f) is not None]
@@ -219,8 +279,13 @@ class MethodConfig(ABC):
             object.__setattr__(self, "sites", ascending)
 
     def __init_subclass__(cls) -> None:
-        if "name" in cls.__dict__:
-            _METHODS[cls.name] = cls
+        own = vars(cls)
+        if "name" not in own:
+            return
+        cls.title = own.get("title", cls.__name__)
+        documented = (inspect.getdoc(cls) or cls.title).splitlines()[0].rstrip(".")
+        cls.description = own.get("description", documented)
+        _METHODS[cls.name] = cls
 
     @abstractmethod
     def build(self, site: Site) -> Merger:
@@ -243,6 +308,10 @@ class MethodConfig(ABC):
         """
         return constant_number(strength, num_in, len(sites))
 
+    def alternates(self) -> bool:
+        """Whether it compares even tokens with odd ones only, while at most half of them leave."""
+        return False
+
     def counting(self) -> float:
         """The power of a token's size that the attention of a sequence network counts."""
         return 1.0
@@ -251,29 +320,110 @@ class MethodConfig(ABC):
         """The same settings, but for how much is merged: what the cost of a block depends on."""
         return dataclasses.replace(self, ratio=1.0, per_block=None, counts=None)
 
+    # What it needs from images.
+
+    def needs_images(self) -> bool:
+        """Whether a conversion is incomplete before `fit_` has seen images."""
+        return False
+
+    def fit_(  # noqa: B027 - most methods take nothing
+        self, mergers: Sequence[Merger], images: Images, *, tolerance: float
+    ) -> None:
+        """Give the mergers of a converted model what the method takes from images.
+
+        A ratio that is met as a mean is met within `tolerance`.
+        """
+
+    # Training.
+
+    def learning_rate(self, parameter: str) -> float | None:
+        """The learning rate of a merger's parameter; None leaves it to the training's settings."""
+        return None
+
+    def extra_loss(
+        self, mergers: Sequence[Merger], share: Callable[[Tensor], Tensor]
+    ) -> ExtraLoss | None:
+        """What is added to the loss after a forward in training.
+
+        `share` turns the numbers of tokens after each merger into a share of MACs.
+        """
+        return None
+
+    # Per-site choices, which a calibration may search.
+
+    def unschedulable(self, *, grid: bool) -> str:
+        """Why no schedule of sites and counts can be searched; empty where one can.
+
+        `grid` is whether the network's tokens form grids.
+        """
+        return ""
+
+    def choices(self) -> tuple[Any, ...]:
+        """What a site of a sequence may do, the usual first: hashable values with a readable str.
+
+        None is the only one where sites and counts are all there is.
+        """
+        return (None,)
+
+    def choice_at(self, block: int) -> Any:
+        """What a site does now."""
+        return None
+
+    def scheduled(
+        self, sites: tuple[int, ...], counts: tuple[Count, ...], choices: tuple[Any, ...]
+    ) -> MethodConfig:
+        """The same settings with sites, the tokens left after each, and the choice of each."""
+        return dataclasses.replace(self, ratio=None, per_block=None, counts=counts, sites=sites)
+
+    def unscheduled(self, ratio: float, sites: tuple[int, ...] | None = None) -> MethodConfig:
+        """The same settings without anything that a schedule decides."""
+        return dataclasses.replace(self, ratio=ratio, per_block=None, counts=None, sites=sites)
+
+    # Words and files.
+
+    def describe(self, site: Site) -> str:
+        """What happens to the tokens of a site, in a phrase."""
+        return self.description
+
+    def for_feature_maps(self) -> MethodConfig:
+        """The same settings, with grids restored after every block where that is open."""
+        return self
+
+    @classmethod
+    def settings_types(cls) -> dict[str, Any]:
+        """The type of every setting by its flat name, parts of settings included."""
+        types = get_type_hints(cls)
+        return {field.name: types[field.name] for field in dataclasses.fields(cls)}
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> MethodConfig:
+        """The config of flat settings by name."""
+        unknown = set(settings) - set(cls.settings_types())
+        if unknown:
+            raise ValueError(f"{cls.name} has no setting {', '.join(sorted(unknown))}.")
+        return cls(**settings)
+
+    def to_settings(self) -> dict[str, Any]:
+        """Flat settings by name, as `from_settings` takes them."""
+        return dataclasses.asdict(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with the method's name."""
-        return {"method": self.name, **dataclasses.asdict(self)}
+        settings, usual = self.to_settings(), type(self)().to_settings()
+        new = {name for name in self.later if settings[name] == usual[name]}
+        return {"method": self.name, **{n: v for n, v in settings.items() if n not in new}}
 
 
-def config_from_dict(values: dict[str, Any], *, saved: bool = False) -> MethodConfig:
+def config_from_dict(values: Mapping[str, Any], *, saved: bool = False) -> MethodConfig:
     """The config of some values; of `saved` ones, what it was when they were written."""
-    values = dict(values)
-    method = values.pop("method", None)
+    settings = dict(values)
+    method = settings.pop("method", None)
     if method not in _METHODS:
         raise ValueError(f"method: got {method!r}; known are {', '.join(sorted(_METHODS))}.")
     config_type = _METHODS[method]
     if saved:
-        values = {**config_type.earlier, **values}
-    known = {field.name for field in dataclasses.fields(config_type)}
-    unknown = set(values) - known
-    if unknown:
-        raise ValueError(f"{method} has no setting {', '.join(sorted(unknown))}.")
-    plain: dict[str, Any] = {
-        key: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
-        for key, value in values.items()
-    }
-    return config_type(**plain)
+        settings = {**config_type.earlier, **settings}
+    return config_type.from_settings({name: plain(value) for name, value in settings.items()})
 
 
 def methods() -> dict[str, type[MethodConfig]]:

@@ -20,6 +20,11 @@ class ToFu(MethodConfig):
     """The share of the depth at which dropping gives way to fusing."""
 
     name: ClassVar[str] = "tofu"
+    description: ClassVar[str] = (
+        "of the most similar pairs one is dropped early, both are fused later"
+    )
+    colour: ClassVar[str | None] = "#009e73"
+    marker: ClassVar[str | None] = "D"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,6 +17,9 @@ class ToMe(MethodConfig):
     """Bipartite soft matching on the mean attention key, as many pairs in every block."""
 
     name: ClassVar[str] = "tome"
+    description: ClassVar[str] = "the most similar pairs become their mean"
+    colour: ClassVar[str | None] = "#0072b2"
+    marker: ClassVar[str | None] = "^"
 
     def build(self, site: Site) -> Merger:
         return ToMeMerger(site)

@@ -13,7 +13,6 @@ from ltm.evaluation.accuracy import Accuracy, PairedDifference
 from ltm.evaluation.bottleneck import SiteBottleneck
 from ltm.evaluation.environment import Environment
 from ltm.evaluation.latency import BASE, Timing
-from ltm.methods import LTM, MethodConfig
 from ltm.methods.base import Site
 
 
@@ -95,24 +94,11 @@ class Comparison:
         return values
 
 
-_HOW = {
-    "tome": "the most similar pairs become their mean",
-    "tofu": "of the most similar pairs one is dropped early, both are fused later",
-    "ltmp": "pairs above a threshold merge, tokens below another are dropped",
-}
-_HOW_LTM = {
-    "merge": "tokens that are missed least join their nearest, weighted",
-    "norm": "tokens that are missed least join their nearest, weighted, norms kept",
-    "prune_redundant": "tokens that have a near twin are dropped",
-    "prune_unimportant": "tokens that receive least attention are dropped",
-}
-
-
 def block_changes(model: nn.Module) -> tuple[BlockChange, ...]:
     """The blocks of a converted model that merge, in words."""
     done = conversion_of(model)
     return tuple(
-        BlockChange(block=site.block, **_counts(site), how=_how(done.config, site))
+        BlockChange(block=site.block, **_counts(site), how=done.config.describe(site))
         for site in done.sites
         if site.merges
     )
@@ -123,11 +109,3 @@ def _counts(site: Site) -> dict[str, str]:
         (h, w), (h2, w2) = site.grid_in, site.grid_out
         return {"before": f"{h} x {w}", "after": f"{h2} x {w2}"}
     return {"before": str(site.num_in), "after": str(site.num_out)}
-
-
-def _how(config: MethodConfig, site: Site) -> str:
-    if not isinstance(config, LTM):
-        return _HOW.get(config.name, config.name)
-    if config.support_on(grid=site.grid_in is not None) == "learned":
-        return "neighbours merge by a mask that is the same for every image"
-    return _HOW_LTM[config.operator_at(site.block)]

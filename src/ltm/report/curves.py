@@ -12,17 +12,10 @@ from matplotlib.ticker import MaxNLocator
 
 from ltm.evaluation.bottleneck import SiteBottleneck
 from ltm.evaluation.latency import BASE
+from ltm.methods import methods
 
-NAMES = {BASE: "original", "ltm": "LTM", "tome": "ToMe", "tofu": "ToFu", "ltmp": "LTMP"}
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart; markers say it again.
-_STYLES = {
-    BASE: ("#222222", "s"),
-    "ltm": ("#d55e00", "o"),
-    "tome": ("#0072b2", "^"),
-    "tofu": ("#009e73", "D"),
-    "ltmp": ("#aa4499", "v"),
-}
+# Colours that colour-blind readers can tell apart (Okabe and Ito); markers say it again.
+_ORIGINAL = ("#222222", "s")
 _OTHERS = (("#e69f00", "P"), ("#56b4e9", "X"), ("#999933", "*"))
 _SIZE = (5.0, 3.4)
 
@@ -41,7 +34,10 @@ class Point:
 
 def display_name(method: str) -> str:
     """The name to print: that of the paper where there is one."""
-    return NAMES.get(method, method)
+    if method == BASE:
+        return "original"
+    known = methods().get(method)
+    return method if known is None else known.title
 
 
 def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
@@ -140,10 +136,12 @@ def _legend(axes: Axes) -> None:
     )
 
 
-def _styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
+def _styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """A colour and a marker for every method; variants get some of their own."""
-    others = itertools.cycle(_OTHERS)
-    return {method: _STYLES.get(method) or next(others) for method in methods}
+    others, known = itertools.cycle(_OTHERS), methods()
+    own = {n: (c.colour, c.marker or "o") for n, c in known.items() if c.colour is not None}
+    own[BASE] = _ORIGINAL
+    return {name: own.get(name) or next(others) for name in names}
 
 
 def _reach(

@@ -1,5 +1,5 @@
 """Training and fine-tuning of token-merging models: Algorithm 1 of the paper, on Lightning Fabric.
 
 Import from the modules: `run` (train a model in one call), `config` (settings; imports nothing
-heavy), `recipes` (named settings), `budget` (LTMP's share of MACs and its thresholds).
+heavy), `recipes` (named settings).
 """

@@ -32,7 +32,7 @@ class EpochRow:
     ib_loss: float | None
     ib_bound: float | None
     mac_share: float | None
-    """Share of the original MACs; for LTMP the mean of the epoch."""
+    """Share of the original MACs; the mean of the epoch where it differs between images."""
     tokens: str
     """Tokens after each merging site."""
     train_seconds: float = 0.0

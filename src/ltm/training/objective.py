@@ -5,21 +5,29 @@ Letters: b images, a classes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltm.api import Record, announcing, conversion_of, is_merging, merging_off, watching
-from ltm.core.clustering import class_membership
+from ltm.api import (
+    MacShare,
+    Record,
+    announcing,
+    conversion_of,
+    is_merging,
+    mac_share,
+    mergers,
+    merging_off,
+    watching,
+)
 from ltm.core.cost import evaluating
-from ltm.methods.base import token_size
-from ltm.methods.ltm.step import LTMMerger
-from ltm.methods.ltmp import LTMP
-from ltm.training.budget import MacShare, expected_share, mac_share
+from ltm.methods.base import ExtraLoss
 from ltm.training.settings import ObjectiveSettings
 
 
@@ -31,7 +39,7 @@ class Losses:
     cross_entropy: Tensor
     logits: Tensor
     share: Tensor | None = None
-    """LTMP's share of MACs in this batch."""
+    """The share of MACs in this batch, of methods whose counts differ from image to image."""
     records: Sequence[Record] = ()
     """What the sites did, where somebody asked."""
 
@@ -44,11 +52,10 @@ class Objective:
     ) -> None:
         self.model, self.settings, self.smoothing = model, settings, smoothing
         self.merges = is_merging(model)
-        self.share: MacShare | None = None
-        self.target = 0.0
-        if self.merges and isinstance(conversion_of(model).config, LTMP):
-            self.target = conversion_of(model).config.ratio or 0.0
-            self.share = mac_share(model) if self.target else None
+
+    @cached_property
+    def _mac_share(self) -> MacShare:
+        return mac_share(self.model)
 
     def __call__(
         self,
@@ -77,13 +84,21 @@ class Objective:
             total = (1 - weight) * total + weight * self._distillation(logits, images)
         if merging and self.settings.bound_weight > 0:
             total = total + self.settings.bound_weight * mean_bound(records, targets)
-        share = None
-        if merging and self.share is not None:
-            share = expected_share(self.model, self.share)
-            total = total + self.settings.budget_weight * (share - self.target).square()
+        share, extra = None, self._extra() if merging else None
+        if extra is not None:
+            share, total = extra.share, total + extra.value
         return Losses(
             total=total, cross_entropy=entropy, logits=logits, share=share, records=records
         )
+
+    def _extra(self) -> ExtraLoss | None:
+        """What the method adds to the loss."""
+        found = [merger for _, merger in mergers(self.model)]
+        config = conversion_of(self.model).config
+        return config.extra_loss(found, self._share)
+
+    def _share(self, tokens: Tensor) -> Tensor:
+        return self._mac_share(tokens)  # fitted once, and only if the method asks
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         # Distributions over classes have been smoothed where they were mixed.
@@ -108,23 +123,13 @@ def mean_bound(records: Sequence[Record], targets: Tensor) -> Tensor:
 
     Averaged over the sites that have class statistics; zero where none has.
     """
-    bounds = [_site_bound(record, targets) for record in records if _has_statistics(record)]
+    found = [_site_bound(record, targets) for record in records]
+    bounds = [bound for bound in found if bound is not None]
     return torch.stack(bounds).mean() if bounds else targets.new_zeros((), dtype=torch.float32)
 
 
-def _has_statistics(record: Record) -> bool:
-    merger = record.merger
-    return isinstance(merger, LTMMerger) and record.decision is not None and merger.active
-
-
-def _site_bound(record: Record, targets: Tensor) -> Tensor:
-    merger = record.merger
-    assert isinstance(merger, LTMMerger)
-    assert merger.informative is not None
-    step, merged = merger.informative, record.merged
-    size = record.size if record.size is not None else token_size(merged, record.hints)
-    feature = merger.feature(merged, size.float().expand(len(merged), -1))
-    phi = class_membership(feature, step.centroids, merger.config.beta, step.present)
-    costs = step.costs.to(phi.dtype)
-    per_image = costs[targets] if targets.ndim == 1 else targets.to(phi.dtype) @ costs
-    return (phi * per_image).sum(dim=1).mean()
+def _site_bound(record: Record, targets: Tensor) -> Tensor | None:
+    if record.merger is None or record.decision is None:
+        return None
+    hints = dataclasses.replace(record.hints, size=record.size)
+    return record.merger.bound(record.merged, hints, targets)

@@ -12,7 +12,8 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import Optimizer
 
-from ltm.api import is_merging, mergers
+from ltm.api import conversion_of, is_merging, mergers
+from ltm.methods import MethodConfig
 from ltm.models import did_you_mean
 from ltm.training.settings import OptimSettings
 from ltm.training.trainable import in_merger
@@ -46,11 +47,12 @@ def make_optimizer(model: nn.Module, settings: OptimSettings, total_batch: int) 
 def parameter_groups(model: nn.Module, settings: OptimSettings, lr: float) -> list[dict[str, Any]]:
     """Groups by learning rate and weight decay; timm's schedulers multiply by `lr_scale`."""
     spared: set[str] = set(getattr(model, "no_weight_decay", set)())
+    method = conversion_of(model).config if is_merging(model) else None
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        own_lr = _learning_rate(name, settings, lr)
+        own_lr = _learning_rate(name, settings, lr, method)
         decays = parameter.ndim > 1 and name not in spared and not in_merger(name)
         key = (own_lr, settings.weight_decay if decays else 0.0)
         group = groups.setdefault(
@@ -60,14 +62,15 @@ def parameter_groups(model: nn.Module, settings: OptimSettings, lr: float) -> li
     return list(groups.values())
 
 
-def _learning_rate(name: str, settings: OptimSettings, lr: float) -> float:
-    if name.endswith("merge_threshold"):
-        return settings.merge_threshold_lr
-    if name.endswith("prune_threshold"):
-        return settings.prune_threshold_lr
-    if in_merger(name) and settings.merger_lr is not None:
-        return settings.merger_lr
-    return lr
+def _learning_rate(
+    name: str, settings: OptimSettings, lr: float, method: MethodConfig | None
+) -> float:
+    if not in_merger(name) or method is None:
+        return lr
+    own = method.learning_rate(f".{name}".partition(".merger.")[2])
+    if own is not None:
+        return own
+    return lr if settings.merger_lr is None else settings.merger_lr
 
 
 class LearningRate:

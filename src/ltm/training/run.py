@@ -13,12 +13,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ltm.api import conversion_of, is_merging, report, save
+from ltm.api import conversion_of, fit_, is_merging, measure_share, report, save
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.images import ImageDataset
 from ltm.data.loading import Loader, evaluation_loader, training_loader
 from ltm.models import plain
-from ltm.training.budget import measure_share, set_thresholds_
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.fabric import Fabric, first_alone, make_fabric, placed
 from ltm.training.log import RunLog, plain_console, write_json
@@ -40,8 +39,8 @@ from ltm.training.trainable import choose_trainable_
 from ltm.training.trainer import Loaders, Trainer
 from ltm.training.validation import evaluate
 
-THRESHOLD_IMAGES = 256
-"""Unlabelled training images, spread over all, on which LTMP's thresholds are set at the end."""
+FITTING_IMAGES = 256
+"""Unlabelled training images, spread over all, for methods that are fitted at the end."""
 
 Resume = Literal["auto", "never"]
 
@@ -236,10 +235,10 @@ def explained(console: Console, checkpoints: Checkpoints) -> Iterator[None]:
 def _finish(
     trainer: Trainer, splits: Splits, checkpoints: Checkpoints, log: RunLog, output: Path
 ) -> TrainingResult:
-    """Keep the best network (LTMP: the last, its thresholds set), and write the numbers down."""
+    """Keep the best network, or the last where its method is still to be fitted; write it down."""
     fabric, last = trainer.fabric, log.rows[-1]
-    thresholded = trainer.settings.merge.method == "ltmp"
-    best = checkpoints.latest() if thresholded else checkpoints.best() or checkpoints.latest()
+    fits = is_merging(trainer.model) and conversion_of(trainer.model).config.needs_images()
+    best = checkpoints.latest() if fits else checkpoints.best() or checkpoints.latest()
     assert best is not None, "every epoch left a checkpoint"
     model = _whole(trainer)
     model.load_state_dict(best.weights("ema" if best.has("ema") else "weights"))
@@ -260,7 +259,7 @@ def _finish(
         "num_classes": trainer.loaders.num_classes,
         "seconds_per_epoch": sum(r.train_seconds for r in log.rows) / len(log.rows),
     }
-    if thresholded and conversion_of(model).config.ratio is not None:
+    if fits:
         metrics |= _meet_budget(trainer, splits, model)
     with first_alone(fabric) as first:
         if first:
@@ -285,9 +284,9 @@ def _whole(trainer: Trainer) -> nn.Module:
 
 
 def _meet_budget(trainer: Trainer, splits: Splits, model: nn.Module) -> dict[str, Any]:
-    """Set LTMP's thresholds on training images without labels, and evaluate again."""
+    """Fit the method on training images without labels, and evaluate again."""
     few, held_out = (_spread_images(part, trainer, model) for part in splits)
-    set_thresholds_(model, few, batch_size=trainer.settings.data.batch_size)
+    fit_(model, few, batch_size=trainer.settings.data.batch_size)
     found = evaluate(model, trainer.loaders.val, trainer.loaders.num_classes, trainer.fabric)
     return {
         "top1": found.top1,
@@ -300,7 +299,7 @@ def _meet_budget(trainer: Trainer, splits: Splits, model: nn.Module) -> dict[str
 
 def _spread_images(dataset: ImageDataset, trainer: Trainer, model: nn.Module) -> torch.Tensor:
     """A few images of all classes, the same in every process, which then decide alike."""
-    settings, few = trainer.settings, dataset.take(THRESHOLD_IMAGES)
+    settings, few = trainer.settings, dataset.take(FITTING_IMAGES)
     spec, device = spec_of(settings, model), trainer.fabric.device
     loader = evaluation_loader(few, spec, settings.data, device=device)
     return torch.cat([batch.images for batch in loader])

@@ -40,8 +40,8 @@ class ModelSettings:
 class MergeSettings:
     """How tokens are merged; `counts` among the options go before per_block, that before ratio."""
 
-    method: Literal["ltm", "ltmp", "tome", "tofu", "none"] = "ltm"
-    """Method, or none to train the network as it is."""
+    method: str = "ltm"
+    """Name of a method (ltm, tome, ...), or none to train the network as it is."""
     ratio: float | None = None
     """Share of the original MACs to keep; 0.7 unless per_block is given."""
     per_block: float | None = None
@@ -89,10 +89,6 @@ class OptimSettings:
     """Total batch that lr is meant for; it scales with the batch. 0: lr is taken as it is."""
     merger_lr: float | None = None
     """Learning rate of mask modules; by default lr."""
-    merge_threshold_lr: float = 5e-3
-    """Learning rate of LTMP's merge thresholds."""
-    prune_threshold_lr: float = 5e-6
-    """Learning rate of LTMP's prune thresholds."""
     weight_decay: float = 0.05
     """Weight decay; never of biases, normalisation and mask modules."""
     momentum: float = 0.9
@@ -121,8 +117,6 @@ class ObjectiveSettings:
     """Share of self-distillation from the same network without merging."""
     distill_temperature: float = 1.0
     """Temperature of the distilled distributions."""
-    budget_weight: float = 10.0
-    """LTMP alone: weight of the squared distance of its share of MACs from `ratio`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +185,6 @@ class TrainSettings:
             ("noise", self.merge.noise),
             ("clip", self.optim.clip),
             ("bound_weight", self.objective.bound_weight),
-            ("budget_weight", self.objective.budget_weight),
         ):
             require_at_least(name, value, 0)
         for name, value in (

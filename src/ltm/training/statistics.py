@@ -15,15 +15,14 @@ from torch import nn
 from ltm.api import collect_statistics_, is_merging, mergers, observe_, watching
 from ltm.core.cost import evaluating
 from ltm.data.loading import Batch
-from ltm.methods.ltm.step import LTMMerger
+from ltm.methods.base import Merger
 
 
-def statistical_mergers(model: nn.Module) -> list[LTMMerger]:
+def statistical_mergers(model: nn.Module) -> list[Merger]:
     """The mergers that keep class statistics."""
     if not is_merging(model):
         return []
-    found = [merger for _, merger in mergers(model) if isinstance(merger, LTMMerger)]
-    return [merger for merger in found if merger.informative is not None]
+    return [merger for _, merger in mergers(model) if merger.keeps_statistics]
 
 
 def needs_statistics(model: nn.Module) -> bool:
@@ -40,7 +39,7 @@ def take_statistics_(model: nn.Module) -> None:
 def forget_sums_(model: nn.Module) -> None:
     """Drop sums that an epoch left unfinished."""
     for merger in statistical_mergers(model):
-        merger.statistics = None
+        merger.forget_sums_()
 
 
 def start_statistics_(model: nn.Module, batches: Iterable[Batch]) -> None:

@@ -7,7 +7,6 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from ltm.api import is_merging, mergers
-from ltm.methods.ltm.learned import LearnedMerger
 from ltm.models import did_you_mean
 from ltm.training.lora import add_lora_, is_lora
 from ltm.training.settings import TuneSettings
@@ -94,8 +93,7 @@ def set_noise_(model: nn.Module, noise: float) -> None:
     """Set the scale of the noise on learned supports."""
     if is_merging(model):
         for _, merger in mergers(model):
-            if isinstance(merger, LearnedMerger):
-                merger.noise = noise
+            merger.set_noise_(noise)
 
 
 def annealed_noise(initial: float, epoch: int, first: int, epochs: int) -> float:

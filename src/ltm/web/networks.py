@@ -12,22 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from ltm.api import (
-    collect_statistics_,
+    fit_,
     image_size_of,
     is_merging,
     merge_tokens_,
-    mergers,
     unmerge_tokens_,
 )
 from ltm.data.transforms import ImageSpec
-from ltm.methods import LTM, LTMP, MethodConfig, ToFu, ToMe
-from ltm.methods.ltmp import LTMPMerger
-from ltm.training.budget import set_thresholds_
+from ltm.methods import MethodConfig, methods
 
 SAVED = "as saved"
-METHODS: dict[str, type[MethodConfig]] = {"LTM": LTM, "ToMe": ToMe, "ToFu": ToFu, "LTMP": LTMP}
-NEED_IMAGES = ("LTMP",)
-"""Methods that meet a ratio only after thresholds were set on images."""
+_FITTED = 32
+"""Images on which a method is fitted that meets its ratio as a mean."""
 KEPT = 12
 """Merging copies that are kept; they share their weights with the original."""
 
@@ -48,7 +44,11 @@ class Network:
     @property
     def methods(self) -> tuple[str, ...]:
         """What can be chosen for it."""
-        known = [name for name in METHODS if self.sample is not None or name not in NEED_IMAGES]
+        known = [
+            config.title
+            for config in methods().values()
+            if self.sample is not None or not config(ratio=0.5).needs_images()
+        ]
         return (*((SAVED,) if self.saved is not None else ()), *known)
 
 
@@ -99,7 +99,7 @@ class Gallery:
         key = name, method, round(ratio, 3)
         with self._lock:
             if key not in self._made:
-                self._made[key] = _merging_copy(network, METHODS[method](ratio=key[2]))
+                self._made[key] = _merging_copy(network, _titled(method)(ratio=key[2]))
             self._made.move_to_end(key)
             while len(self._made) > self.kept:
                 self._made.popitem(last=False)
@@ -121,9 +121,10 @@ def _merging_copy(network: Network, config: MethodConfig) -> nn.Module:
     merge_tokens_(model, config, image_size_of(model, network.spec.size))
     if network.sample is None:
         return model
-    found = [merger for _, merger in mergers(model)]
-    if any(isinstance(merger, LTMPMerger) for merger in found):
-        set_thresholds_(model, network.sample[:32], tolerance=0.03)
-    elif any(getattr(merger, "informative", None) is not None for merger in found):
-        collect_statistics_(model, network.sample.split(32))
+    number = _FITTED if config.needs_images() else len(network.sample)
+    fit_(model, network.sample[:number], tolerance=0.03)
     return model
+
+
+def _titled(title: str) -> type[MethodConfig]:
+    return next(config for config in methods().values() if config.title == title)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ltm.core.schedule import weighted_rate
-from ltm.methods.base import Merger, MethodConfig, Site
+from ltm.methods.base import Count, Images, Merger, MethodConfig, Site
 from ltm.methods.ltm.learned import LearnedMerger
 from ltm.methods.ltm.matching import MatchingMerger, Operator, UnimportantMerger
 
@@ -22,6 +24,37 @@ FEW_SITES_DOWN_TO = 0.45
 MANY_DEPTH = (2 / 12, 3 / 12, 5 / 12, 7 / 12, 9 / 12)
 # Strong merging is best spread evenly: the profile gives way to equal shares between these ratios.
 PROFILE_DOWN_TO, EQUAL_FROM = 0.65, 0.55
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a site of a matched support does, as a calibration chooses it."""
+
+    operator: Operator = "norm"
+    protection: float = 1.0
+
+    def __str__(self) -> str:
+        protected = f", protection {self.protection:g}" if self.protection else ""
+        return f"{self.operator}{protected}"
+
+
+CHOICES = (
+    Choice("norm", 1.0),
+    Choice("norm", 0.0),
+    Choice("merge", 1.0),
+    Choice("merge", 0.0),
+    Choice("prune_redundant", 1.0),
+    Choice("prune_redundant", 0.0),
+    Choice("prune_unimportant", 0.0),
+)
+
+_PHRASES: dict[Operator, str] = {
+    "merge": "tokens that are missed least join their nearest, weighted",
+    "norm": "tokens that are missed least join their nearest, weighted, norms kept",
+    "prune_redundant": "tokens that have a near twin are dropped",
+    "prune_unimportant": "tokens that receive least attention are dropped",
+    "none": "nothing leaves",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +102,9 @@ class LTM(MethodConfig):
     """A zero-initialised residual layer on the tokens inside the mask module."""
 
     name: ClassVar[str] = "ltm"
+    description: ClassVar[str] = "tokens that are missed least join their nearest, weighted"
+    colour: ClassVar[str | None] = "#d55e00"
+    marker: ClassVar[str | None] = "o"
     prefers_few: ClassVar[bool] = True
     earlier: ClassVar[dict[str, Any]] = {"attended": 0.0, "size_power": 1.0}
 
@@ -147,6 +183,59 @@ class LTM(MethodConfig):
             return LearnedMerger(site, self)
         unimportant = self.operator_at(site.block) == "prune_unimportant"
         return UnimportantMerger(site, self) if unimportant else MatchingMerger(site, self)
+
+    def alternates(self) -> bool:
+        return self.matching == "alternate"
+
+    def fit_(self, mergers: Sequence[Merger], images: Images, *, tolerance: float) -> None:
+        if any(merger.keeps_statistics for merger in mergers):
+            images.collect_statistics_()
+
+    def unschedulable(self, *, grid: bool) -> str:
+        if not grid and self.support_on(grid=False) == "learned":
+            return "a learned support on a sequence has no schedule to search"
+        return ""
+
+    def choices(self) -> tuple[Choice, ...]:
+        return CHOICES
+
+    def choice_at(self, block: int) -> Choice:
+        return Choice(self.operator_at(block), self.protection_at(block))
+
+    def scheduled(
+        self, sites: tuple[int, ...], counts: tuple[Count, ...], choices: tuple[Any, ...]
+    ) -> LTM:
+        given = [choice if isinstance(choice, Choice) else CHOICES[0] for choice in choices]
+        matched = bool(counts) and not isinstance(counts[0], tuple)
+        return dataclasses.replace(
+            self,
+            ratio=None,
+            per_block=None,
+            counts=counts,
+            sites=sites,
+            operators=tuple(choice.operator for choice in given) if matched else None,
+            protections=tuple(choice.protection for choice in given) if matched else None,
+        )
+
+    def unscheduled(self, ratio: float, sites: tuple[int, ...] | None = None) -> LTM:
+        return dataclasses.replace(
+            self,
+            ratio=ratio,
+            per_block=None,
+            counts=None,
+            sites=sites,
+            operators=None,
+            protections=None,
+        )
+
+    def describe(self, site: Site) -> str:
+        if self.support_on(grid=site.grid_in is not None) == "learned":
+            return "neighbours merge by a mask that is the same for every image"
+        return _PHRASES[self.operator_at(site.block)]
+
+    def for_feature_maps(self) -> LTM:
+        is_open = self.support is None and self.counts is None and not self._needs_static()
+        return dataclasses.replace(self, support="matching") if is_open else self
 
     def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
         if self.ratio is None:

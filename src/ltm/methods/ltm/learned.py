@@ -78,6 +78,9 @@ class LearnedMerger(LTMMerger):
         if self.config.scope == "batch":
             self.running_logits.zero_()
 
+    def set_noise_(self, scale: float) -> None:
+        self.noise = scale
+
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         if self.frozen:
             return Decision(merge=self._folded())

@@ -167,6 +167,26 @@ class LTMMerger(Merger):
             )
         self.statistics.update(feature, hints.labels, membership)
 
+    @property
+    def keeps_statistics(self) -> bool:
+        return self.informative is not None
+
+    def bound(
+        self, merged: Float[Tensor, "b t c"], hints: Hints, targets: Tensor
+    ) -> Float[Tensor, ""] | None:
+        """The bound IBB up to the inputs' share, `-mean_i sum_a phi(X~_i, a) log Q(a | y_i)`."""
+        step = self.informative
+        if step is None or not step.active:
+            return None
+        feature = self.feature(merged, token_size(merged, hints))
+        phi = clustering.class_membership(feature, step.centroids, self.config.beta, step.present)
+        costs = step.costs.to(phi.dtype)
+        per_image = costs[targets] if targets.ndim == 1 else targets.to(phi.dtype) @ costs
+        return (phi * per_image).sum(dim=1).mean()
+
+    def forget_sums_(self) -> None:
+        self.statistics = None
+
     def forget_statistics_(self) -> None:
         """Start anew: until statistics are taken again the step is zero."""
         self.statistics = None

@@ -1,23 +1,16 @@
 """LTMP's share of MACs: exact, differentiable, and met on images."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ltm
-from ltm.api import report, watching
-from ltm.training.budget import (
-    MacShare,
-    expected_share,
-    mac_share,
-    measure_share,
-    set_thresholds_,
-    thresholds,
-)
+from ltm.api import MacShare, fit_, mac_share, measure_share, mergers, report, watching
+from ltm.methods.ltmp import LTMPMerger, set_thresholds_, tokens_left
 
 
 @cache
@@ -33,6 +26,21 @@ def _vit() -> tuple[nn.Module, MacShare]:
     )
     ltm.merge_tokens_(model, ltm.LTMP(ratio=0.8))
     return model.eval(), mac_share(model)
+
+
+def thresholds(model: nn.Module) -> list[LTMPMerger]:
+    return [merger for _, merger in mergers(model) if isinstance(merger, LTMPMerger)]
+
+
+def expected_share(model: nn.Module, share: MacShare) -> Tensor:
+    return share(tokens_left(thresholds(model)))
+
+
+def meet_(
+    model: nn.Module, images: Tensor, target: float, share: MacShare, tolerance: float = 0.005
+) -> float:
+    measure = partial(measure_share, model, images, share)
+    return set_thresholds_(thresholds(model), measure, target, tolerance=tolerance)
 
 
 def vit() -> nn.Module:
@@ -69,8 +77,9 @@ def test_a_map_of_few_tokens_costs_all_of_it_where_nothing_leaves() -> None:
     model = mobilevit()
     whole = [float(m.site.grid[0] * m.site.grid[1]) for m in thresholds(model)]
     assert float(mac_share(model)(torch.tensor(whole))) == pytest.approx(1.02, abs=0.02)
-    reached = set_thresholds_(model, torch.randn(8, 3, 128, 128), 0.9, tolerance=0.02)
-    assert reached == pytest.approx(0.9, abs=0.02)
+    images = torch.randn(8, 3, 128, 128)
+    fit_(model, images, tolerance=0.02)
+    assert measure_share(model, images) == pytest.approx(0.9, abs=0.02)
 
 
 @pytest.mark.slow
@@ -102,12 +111,12 @@ def test_measured_tokens_are_those_that_are_computed() -> None:
 def test_thresholds_meet_the_target_on_images(target: float) -> None:
     model, images = vit(), torch.randn(12, 3, 64, 64)
     share = _vit()[1]
-    reached = set_thresholds_(model, images, target, share=share, tolerance=0.02)
+    reached = meet_(model, images, target, share, tolerance=0.02)
     assert reached == pytest.approx(target, abs=0.02)
     assert measure_share(model, images, share) == pytest.approx(reached, abs=1e-9)
     # Met already: nothing moves.
     before = values(model)
-    set_thresholds_(model, images, reached, share=share)
+    meet_(model, images, reached, share)
     assert values(model) == before
 
 
@@ -147,9 +156,12 @@ def test_what_cannot_be_met_is_said() -> None:
     model, images = vit(), torch.randn(4, 3, 64, 64)
     before = values(model)
     with pytest.raises(ValueError, match=r"target: got 0\.05; LTMP reaches"):
-        set_thresholds_(model, images, 0.05, share=_vit()[1])
+        meet_(model, images, 0.05, _vit()[1])
     assert values(model) == before
-    other = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2)
-    ltm.merge_tokens_(other, ltm.ToMe(per_block=0.8))
-    with pytest.raises(ValueError, match="merges with tome, and only LTMP has thresholds"):
-        set_thresholds_(other, images)
+
+
+def test_methods_without_thresholds_take_nothing_from_images() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2)
+    ltm.merge_tokens_(model, ltm.ToMe(per_block=0.8))
+    assert not ltm.ToMe(ratio=0.5).needs_images()
+    fit_(model, [])

@@ -1,0 +1,259 @@
+"""What methods take from images: class statistics, and a share of MACs that is met as a mean."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ltm.adapters import adapter_of
+from ltm.adapters.planning import Planner
+from ltm.adapters.state import Record
+from ltm.api.conversion import conversion_of, mergers, unmerge_tokens_
+from ltm.api.watching import watching
+from ltm.core.cost import evaluating, meta_copy
+from ltm.methods.base import Images, Merger
+
+
+@torch.no_grad()
+def fit_(
+    model: nn.Module,
+    batches: Tensor | Iterable[Any],
+    *,
+    tolerance: float = 0.005,
+    batch_size: int = 32,
+) -> None:
+    """Give a converted model what its method takes from images; most methods take nothing.
+
+    A ratio that a method meets as a mean over images is met within `tolerance`; informative
+    weights get class statistics, from labels or else from the model's own predictions. `batches`
+    are normalised images in one tensor, or batches as `collect_statistics_` takes them.
+    """
+    if isinstance(batches, Tensor):
+        batches = batches.split(batch_size)
+    found = [merger for _, merger in mergers(model)]
+    conversion_of(model).config.fit_(found, _Images(model, batches), tolerance=tolerance)
+
+
+class _Images(Images):
+    """A converted model and what it runs on."""
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
+        self.model, self.batches = model, batches
+
+    @cached_property
+    def _mac_share(self) -> MacShare:
+        return mac_share(self.model)
+
+    def share(self) -> float:
+        return measure_share(self.model, self.batches, self._mac_share)
+
+    def collect_statistics_(self) -> None:
+        collect_statistics_(self.model, self.batches)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MacShare:
+    """Share of the original MACs, given the tokens left after each site.
+
+    A site's tokens pass its own MLP and the next attention, whose costs are linear and quadratic
+    in them: `share(x) = constant + sum_l (linear_l x_l + quadratic_l x_l^2)`.
+
+    Letters: b images, s sites.
+    """
+
+    constant: float
+    linear: Float[Tensor, "s"]
+    quadratic: Float[Tensor, "s"]
+
+    def __call__(self, tokens: Float[Tensor, "*b s"]) -> Float[Tensor, "*b"]:
+        linear, quadratic = self.linear.to(tokens), self.quadratic.to(tokens)
+        return self.constant + (linear * tokens + quadratic * tokens.square()).sum(-1)
+
+
+def mac_share(model: nn.Module) -> MacShare:
+    """Fit the share of a converted model to counts on `meta`."""
+    done, sites = conversion_of(model), [merger.site for _, merger in mergers(model)]
+    shadow = meta_copy(model)
+    unmerge_tokens_(shadow)
+    blocks = tuple(site.block for site in sites)
+    config = dataclasses.replace(done.config.without_amount(), sites=blocks)
+    planner = Planner(shadow, adapter_of(done.family), config, done.image_size)
+    runs = [(run.num_in, [b for b in run.blocks if b in blocks]) for run in planner.layout.runs]
+    samples = list(_samples(runs))
+    tokens = torch.tensor([[s[b] for b in blocks] for s in samples], dtype=torch.float64)
+    costs = torch.tensor([planner.cost(s) for s in samples], dtype=torch.float64)
+    scale = tokens.amax(dim=0)
+    unit = tokens / scale
+    table = torch.cat([torch.ones(len(samples), 1, dtype=torch.float64), unit, unit.square()], 1)
+    solution = torch.linalg.lstsq(table, costs / planner.macs_before, driver="gelsd").solution
+    linear, quadratic = solution[1:].chunk(2)
+    return MacShare(
+        constant=float(solution[0]), linear=linear / scale, quadratic=quadratic / scale.square()
+    )
+
+
+_FEW = 16
+"""So few tokens that finding who leaves costs next to nothing."""
+
+
+def _samples(runs: Sequence[tuple[int, list[int]]]) -> Iterator[dict[int, int]]:
+    """Sample decreasing counts that never halve.
+
+    Short sequences cannot decrease often enough to tell what tokens cost: there every count is
+    sampled, also where a site keeps all tokens and does no work.
+    """
+    gentle = {b: max(1, n - 1 - i) for n, blocks in runs for i, b in enumerate(blocks)}
+    yield gentle
+    for (num_in, blocks), share in itertools.product(runs, (0.8, 0.6)):
+        for first in range(len(blocks)):
+            later = blocks[first:]
+            start = max(len(later), min(round(share * num_in), gentle[later[0]]))
+            yield gentle | {b: max(1, start - i) for i, b in enumerate(later)}
+    for num_in, blocks in runs:
+        for first, left in itertools.product(range(len(blocks)), range(1, num_in + 1)):
+            if num_in <= _FEW:
+                before = dict.fromkeys(blocks[:first], num_in)
+                yield gentle | before | dict.fromkeys(blocks[first:], left)
+
+
+@torch.no_grad()
+def measure_share(
+    model: nn.Module,
+    batches: Tensor | Iterable[Any],
+    share: MacShare | None = None,
+    *,
+    batch_size: int = 32,
+) -> float:
+    """Mean share of MACs over images, from the tokens that are really left of each."""
+    share = mac_share(model) if share is None else share
+    if isinstance(batches, Tensor):
+        batches = batches.split(batch_size)
+    device = next(model.parameters()).device
+    total, num_images = 0.0, 0
+    for batch in batches:
+        images, _ = _images_and_labels(batch)
+        with evaluating(model), watching(model) as records:
+            model(images.to(device))
+        left = [
+            _tokens_left(record, len(images)) for record in records if record.merger is not None
+        ]
+        total += float(share(torch.stack(left, dim=1)).sum())
+        num_images += len(images)
+    return total / num_images
+
+
+def _tokens_left(record: Record, num_images: int) -> Float[Tensor, "b"]:
+    """Tokens after a site by image; of attention windows the fullest counts, as it is computed."""
+    merger = record.merger
+    assert merger is not None
+    k, merged = merger.site.num_prefix, record.merged
+    size = record.size
+    if size is None:
+        size = merged.new_ones(1, merged.shape[1], dtype=torch.float32)
+    alive = (size[:, k:] > 0).double().expand(num_images, -1)
+    inner: Any = getattr(record.decision and record.decision.merge, "inner", None)
+    windows = 1 if inner is None else alive.shape[1] // inner.num_out
+    return alive.unflatten(1, (windows, -1)).sum(-1).amax(dim=1)
+
+
+@torch.no_grad()
+def collect_statistics_(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    passes: int = 2,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda batches: batches,
+) -> int:
+    """Class centroids and Q of every site, from labels or else from the model's own predictions.
+
+    `loader` gives images, or (images, labels) with labels of -1 or None for "unknown", and can be
+    gone through twice: first for centroids, then for memberships. Returns the number of images.
+    Where anything fails, the statistics of before are kept.
+    """
+    if passes < 2:
+        raise ValueError(f"passes: got {passes}; at least 2 are needed, the first for centroids.")
+    steps = [merger for _, merger in mergers(model) if merger.keeps_statistics]
+    if not steps:
+        raise ValueError(
+            "model: no site keeps class statistics; they belong to methods with informative "
+            "weights on a model with classes."
+        )
+    if isinstance(loader, Iterator):
+        raise ValueError(
+            f"loader: got a {type(loader).__name__}, which can be gone through once; it is needed "
+            f"{passes} times: give a list or a DataLoader."
+        )
+    with _kept_on_failure(steps):
+        for merger in steps:
+            merger.forget_statistics_()
+        num_images = 0
+        for _ in range(passes):
+            num_images = sum(_observe(model, batch) for batch in progress(loader))
+            if num_images == 0:
+                raise ValueError("loader: it gave no images.")
+            for merger in steps:
+                merger.take_statistics_()
+        return num_images
+
+
+@contextmanager
+def _kept_on_failure(steps: Sequence[Merger]) -> Iterator[None]:
+    """Give mergers back what they know where anything inside fails."""
+    before = [copy.deepcopy(merger.state_dict()) for merger in steps]
+    try:
+        yield
+    except BaseException:
+        for merger, known in zip(steps, before, strict=True):
+            merger.forget_sums_()
+            merger.load_state_dict(known)
+        raise
+
+
+def _observe(model: nn.Module, batch: Any) -> int:
+    device = next(model.parameters()).device
+    images, labels = _images_and_labels(batch)
+    images = images.to(device)
+    with evaluating(model), watching(model) as records:
+        predictions = model(images).argmax(dim=1)
+    if labels is None:
+        labels = predictions
+    labels = labels.to(device)
+    observe_(records, torch.where(labels >= 0, labels, predictions))
+    return len(images)
+
+
+@torch.no_grad()
+def observe_(records: Sequence[Record], labels: Tensor) -> None:
+    """Let every site that merged add a batch with its labels to its sums."""
+    for record in records:
+        if record.merger is not None and record.decision is not None:
+            hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
+            record.merger.observe(record.merged, hints)
+
+
+def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """A batch of a loader; what is none is a TypeError."""
+    parts = tuple(batch) if isinstance(batch, tuple | list) else (batch, None)
+    kinds = [Tensor, Tensor | None]
+    if len(parts) != 2 or not all(map(isinstance, parts, kinds)):
+        said = ", ".join(type(part).__name__ for part in parts if part is not None)
+        raise TypeError(
+            f"loader: got a batch of ({said}); give images, or (images, labels), as tensors."
+        )
+    images, labels = parts
+    if labels is not None and (labels.shape != images.shape[:1] or labels.is_floating_point()):
+        raise ValueError(
+            f"loader: got labels of shape {tuple(labels.shape)} and {labels.dtype} for "
+            f"{len(images)} images; give each the number of its class, -1 for unknown."
+        )
+    return images, labels
