@@ -42,12 +42,6 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 """Takes one plain line for the user."""
 
-ALIASES = {
-    "ltm-static": "ltm:support=learned,weights=uniform",
-    "ltm-uniform": "ltm:weights=uniform",
-}
-"""Short names for methods with settings."""
-
 
 def silent(line: str) -> None:
     """Say nothing: what a verb does outside a command."""
@@ -330,7 +324,7 @@ def split_methods(texts: Iterable[str], *others: str) -> list[str]:
 
     `others` are further names that a command knows.
     """
-    known = {*_method_types(), *ALIASES, *others}
+    known = {*_method_types(), *_aliases(), *others}
     found: list[str] = []
     for part in (part.strip() for part in _split(",".join(texts), ",")):
         head, colon, _ = part.partition(":")
@@ -344,7 +338,7 @@ def split_methods(texts: Iterable[str], *others: str) -> list[str]:
 
 def require_method(text: str, *others: str) -> None:
     """Refuse what is no method, nor one of the `others` that a command knows."""
-    known = [*_method_types(), *ALIASES, *others]
+    known = [*_method_types(), *_aliases(), *others]
     if text.partition(":")[0] not in known:
         raise ValueError(f"method {text} is not known: choose from {', '.join(known)}")
 
@@ -370,10 +364,10 @@ def method_config(
 
     require_method(text)
     name, _, words = text.partition(":")
-    if name in ALIASES:
-        name, _, meant = ALIASES[name].partition(":")
+    if name in _aliases():
+        name, meant = _aliases()[name]
         words = f"{meant},{words}" if words else meant
-    types = _settings_types(_method_types()[name])
+    types = _method_types()[name].settings_types()
     written = [words] if words else []
     values = {**settings, **read_words([*written, *options], types, owner=name)}
     if not {"ratio", "per_block", "counts"} & values.keys():
@@ -387,9 +381,13 @@ def _method_types() -> dict[str, type[MethodConfig]]:
     return methods()
 
 
-def _settings_types(method: type[MethodConfig]) -> dict[str, Any]:
-    hints = get_type_hints(method)
-    return {field.name: hints[field.name] for field in dataclasses.fields(method)}
+def _aliases() -> dict[str, tuple[str, str]]:
+    """Short names for methods with settings."""
+    return {
+        alias: (name, settings)
+        for name, method in _method_types().items()
+        for alias, settings in method.aliases.items()
+    }
 
 
 # --- Networks ------------------------------------------------------------------------------------

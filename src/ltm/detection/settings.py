@@ -14,7 +14,7 @@ import tyro
 import yaml
 
 from ltm.models import changed, did_you_mean, plain, read_words
-from ltm.training.settings import Flat, OptimSettings, RunSettings, require_at_least
+from ltm.training.settings import Flat, OptimSettings, RunSettings, require_at_least, require_method
 
 Task = Literal["ssdlite", "mask_rcnn"]
 
@@ -124,6 +124,7 @@ class DetectionSettings:
             raise ValueError("strategy is fsdp, but detectors train with auto or ddp")
         if self.detector.task == "mask_rcnn" and not self.detector.restore:
             raise ValueError("restore is off, but Mask R-CNN needs maps at their nominal size")
+        require_method(self.merge.method)
         read_words(self.merge.method_options, owner="method_options")
 
 

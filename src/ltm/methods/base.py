@@ -249,6 +249,8 @@ class MethodConfig(ABC):
     marker: ClassVar[str | None] = None
     timing_note: ClassVar[str] = ""
     """What to know about its times beside other methods'."""
+    aliases: ClassVar[dict[str, str]] = {}
+    """Short names for the method with some settings, `name=value,...`."""
     prefers_few: ClassVar[bool] = False
     """Merges once per stage of a grid network, where that is enough, instead of in every block."""
     earlier: ClassVar[dict[str, Any]] = {}

@@ -206,6 +206,7 @@ class TrainSettings:
                 f"batch_size is {self.data.batch_size}, but mixup and cutmix need an even number"
             )
         read_words(self.model.model_args, owner="model_args")
+        require_method(self.merge.method)
         read_words(self.merge.method_options, owner="method_options")
 
     @property
@@ -214,6 +215,17 @@ class TrainSettings:
         if self.merge.statistics == "auto":
             return not self.augment.mixes
         return self.merge.statistics == "epoch"
+
+
+def require_method(name: str) -> None:
+    """Refuse a name that is no method's."""
+    if name in ("none", MergeSettings.method):
+        return
+    from ltm.methods import methods  # noqa: PLC0415 - settings are read without torch
+
+    known = [*methods(), "none"]
+    if name not in known:
+        raise ValueError(f"merge.method is {name!r}; choose from {', '.join(known)}")
 
 
 def require_at_least(name: str, value: float, least: float) -> None:

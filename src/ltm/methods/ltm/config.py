@@ -105,6 +105,10 @@ class LTM(MethodConfig):
     description: ClassVar[str] = "tokens that are missed least join their nearest, weighted"
     colour: ClassVar[str | None] = "#d55e00"
     marker: ClassVar[str | None] = "o"
+    aliases: ClassVar[dict[str, str]] = {
+        "ltm-static": "support=learned,weights=uniform",
+        "ltm-uniform": "weights=uniform",
+    }
     prefers_few: ClassVar[bool] = True
     earlier: ClassVar[dict[str, Any]] = {"attended": 0.0, "size_power": 1.0}
 
