@@ -24,11 +24,9 @@ from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import ImageSpec, image_spec
+from ltm.deployment.formats import OnnxModel, deployable, save_onnx, trace
 from ltm.deployment.information import describe
-from ltm.deployment.onnx import save_onnx
-from ltm.deployment.program import deployable, trace
-from ltm.deployment.quantise import RECIPES, quantise_onnx
-from ltm.deployment.runtime import OnnxModel
+from ltm.deployment.int8 import RECIPES, quantise_onnx
 from ltm.evaluation.accuracy import paired_interval
 from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.models import ModelSource, check_classes, method_config
@@ -145,7 +143,7 @@ def _row(
     points = [100 * value for value in (apart.difference, apart.low, apart.high)]
     row = {
         "file": name,
-        "about": RECIPES[name].about if name in RECIPES else "float32",
+        "about": RECIPES[name].description if name in RECIPES else "float32",
         "megabytes": size / 1e6,
         "share_of_size": size / whole,
         "top1": f"{100 * float(right[name].double().mean()):.2f}",

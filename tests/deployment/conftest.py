@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import ltm
 from ltm.data.transforms import ImageSpec
+from ltm.deployment.export import Export
 from ltm.deployment.information import describe
-from ltm.deployment.job import Export
 from toys import pictures
 
 # Counts need no search for a budget.

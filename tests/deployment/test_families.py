@@ -12,8 +12,8 @@ from torch import nn
 
 import ltm
 from ltm.api import conversion_of
+from ltm.deployment.export import Export
 from ltm.deployment.information import describe
-from ltm.deployment.job import Export
 from ltm.methods import MethodConfig
 from toys import pictures, settled, size_of, toy
 

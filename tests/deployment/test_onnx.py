@@ -14,16 +14,15 @@ from torch import Tensor, nn
 import ltm
 from ltm.api.deployment import telling_names
 from ltm.deployment import parity
+from ltm.deployment.export import Export
+from ltm.deployment.formats import OnnxModel, save_onnx
 from ltm.deployment.information import (
     ModelInformation,
     describe,
     read_class_names,
     saved_class_names,
 )
-from ltm.deployment.job import Export
-from ltm.deployment.onnx import save_onnx
-from ltm.deployment.parity import Parity, ParityError, compare, require
-from ltm.deployment.runtime import OnnxModel
+from ltm.deployment.parity import Parity, ParityError, compare, require_parity
 
 pytestmark = pytest.mark.slow
 
@@ -73,10 +72,10 @@ def test_a_difference_is_refused(exported: Export, images: Tensor) -> None:
     assert [row.num_images for row in rows] == [16, 20]
     assert all(0.009 < row.max_relative_difference < 0.011 for row in rows)
     with pytest.raises(ParityError, match=r"model\.onnx differs .* at batch 1: at most 1e-03"):
-        require(rows, "model.onnx")
+        require_parity(rows, "model.onnx")
     missing = compare(exported.model, lambda x: exported.model(x) * torch.nan, images, (1,))
     with pytest.raises(ParityError):
-        require(missing, "model.onnx")
+        require_parity(missing, "model.onnx")
     with pytest.raises(ParityError, match="instead of"):
         compare(exported.model, lambda x: exported.model(x)[:, :3], images)
 
@@ -85,11 +84,11 @@ def test_a_wrong_file_is_not_left_to_be_used(
     vit: nn.Module, tmp_path: Path, images: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "ltm.deployment.job.compare",
+        "ltm.deployment.export.compare",
         lambda *_: [Parity(batch_size=1, num_images=1, max_relative_difference=1, agreement=0)],
     )
-    monkeypatch.setattr("ltm.deployment.job.onnx.save_onnx", lambda _, path, __: _touched(path))
-    monkeypatch.setattr("ltm.deployment.job.OnnxModel", lambda _: vit)
+    monkeypatch.setattr("ltm.deployment.export.save_onnx", lambda _, path, __: _touched(path))
+    monkeypatch.setattr("ltm.deployment.export.OnnxModel", lambda _: vit)
     job = Export(vit, tmp_path, describe(vit))
     with pytest.raises(parity.ParityError):
         job.write(("onnx",), images)
@@ -99,8 +98,10 @@ def test_a_wrong_file_is_not_left_to_be_used(
 def test_a_file_of_another_shape_is_not_left_to_be_used(
     vit: nn.Module, tmp_path: Path, images: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ltm.deployment.job.onnx.save_onnx", lambda _, path, __: _touched(path))
-    monkeypatch.setattr("ltm.deployment.job.OnnxModel", lambda _: lambda batch: vit(batch)[:, :3])
+    monkeypatch.setattr("ltm.deployment.export.save_onnx", lambda _, path, __: _touched(path))
+    monkeypatch.setattr(
+        "ltm.deployment.export.OnnxModel", lambda _: lambda batch: vit(batch)[:, :3]
+    )
     job = Export(vit, tmp_path, describe(vit))
     with pytest.raises(ParityError, match="instead of"):
         job.write(("onnx",), images)

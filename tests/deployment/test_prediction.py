@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from ltm.data.shapes import example_pictures
+from ltm.deployment.export import Export
+from ltm.deployment.formats import OnnxModel
 from ltm.deployment.information import ModelInformation
-from ltm.deployment.job import Export
 from ltm.deployment.prediction import Classifier, Detector, ImageModel, predict
-from ltm.deployment.runtime import OnnxModel
 from ltm.deployment.sources import check_inputs, image_paths
 from ltm.deployment.writing import open_writer
 

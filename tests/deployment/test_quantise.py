@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ltm.deployment.job import Export
-from ltm.deployment.quantise import RECIPES, Int8, quantise_onnx, quantise_torch_
-from ltm.deployment.runtime import OnnxModel
+from ltm.deployment.export import Export
+from ltm.deployment.formats import OnnxModel
+from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
 
 
 def kinds(path: Path) -> list[tuple[str, str]]:

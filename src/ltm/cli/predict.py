@@ -143,7 +143,7 @@ def _onnx(
     """What gives scores, and what is known about it: an ONNX file, if there is one."""
     if path is None:
         return None
-    from ltm.deployment.runtime import OnnxModel
+    from ltm.deployment.formats import OnnxModel
 
     if run is not None or model is not None:
         raise ValueError("onnx: give one of --onnx, --run and --model")

@@ -66,7 +66,7 @@ def compare(
     return rows
 
 
-def require(rows: Sequence[Parity], what: str, tolerance: float = TOLERANCE) -> None:
+def require_parity(rows: Sequence[Parity], what: str, tolerance: float = TOLERANCE) -> None:
     """Raise where a difference is larger than the tolerance."""
     for row in rows:
         if not row.max_relative_difference <= tolerance:

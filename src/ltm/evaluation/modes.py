@@ -67,22 +67,32 @@ class OnnxForward:
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         if images.device.type != "cpu" or images.dtype != torch.float32:
             raise ValueError("mode onnxruntime is timed on the processor, in fp32")
-        onnxruntime = require("onnxruntime", extra="export")
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3
-        # Its threads would otherwise go on turning in the next one's time.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
             with torch.no_grad(), _plain_attention(model):
                 program = torch.export.export(model, (images,))
             to_onnx(program).save(str(path))
-            self.session = onnxruntime.InferenceSession(str(path), options)
+            self.session = onnx_session(path)
         self.input_name = self.session.get_inputs()[0].name
 
     def __call__(self, images: Tensor) -> Any:
         return self.session.run(None, {self.input_name: images.numpy()})[0]
+
+
+def onnx_session(path: Path, threads: int | None = None) -> Any:
+    """An ONNX file in ONNX Runtime on the processor; torch's number of threads by default."""
+    onnxruntime = require("onnxruntime", extra="export")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 3
+    # Otherwise its threads keep spinning between two calls, and slow down whatever runs then.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    providers = ["CPUExecutionProvider"]
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    except Exception as error:  # its own exceptions have no common base
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is no ONNX model that can be run: {reason}") from error
 
 
 @contextmanager

@@ -207,3 +207,12 @@ def _ratio(value: float | None, interval: Sequence[float] | None) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as plain text in columns, the first row being the header."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

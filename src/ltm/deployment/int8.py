@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from ltm.deployment.onnx import INPUT
+from ltm.deployment.formats import INPUT
 from ltm.extras import require
 
 
@@ -31,17 +31,18 @@ class Int8:
     """Layers whose path ends in one of these keep int8 weights but compute in float."""
     convolutions: bool = False
     """Convolutions become int8 too; for networks that mostly consist of them."""
-    about: str = ""
+    description: str = ""
 
 
 RECIPES = {
     "accurate": Int8(
-        weights_only=("fc2",), about="linear layers; of the second of each MLP the weights only"
+        weights_only=("fc2",),
+        description="linear layers; of the second of each MLP the weights only",
     ),
-    "small": Int8(about="linear layers"),
-    "dynamic": Int8(ranges="dynamic", about="linear layers, ranges found while it runs"),
+    "small": Int8(description="linear layers"),
+    "dynamic": Int8(ranges="dynamic", description="linear layers, ranges found while it runs"),
     "convolutional": Int8(
-        weights_only=("fc2",), convolutions=True, about="as accurate, and convolutions"
+        weights_only=("fc2",), convolutions=True, description="as accurate, and convolutions"
     ),
 }
 """Settings by name. All but "dynamic" need calibration images."""

@@ -1,0 +1,433 @@
+"""`ltm.export`: trace a network once, write the formats asked for, prove each against the network.
+
+`Export` writes the files of one network into one folder; `export` is the verb around it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from ltm.api import is_merging, merge_tokens_
+from ltm.data.config import DataConfig
+from ltm.data.loading import evaluation_loader
+from ltm.deployment.formats import (
+    SUFFIXES,
+    OnnxModel,
+    OpenVinoModel,
+    deployable,
+    save_onnx,
+    save_openvino,
+    save_program,
+    trace,
+)
+from ltm.deployment.information import (
+    ModelInformation,
+    describe,
+    read_class_names,
+    saved_class_names,
+)
+from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
+from ltm.deployment.parity import (
+    BATCH_SIZES,
+    TOLERANCE,
+    Classify,
+    Parity,
+    ParityError,
+    compare,
+    require_parity,
+)
+from ltm.evaluation import environment
+from ltm.evaluation.accuracy import paired_interval
+from ltm.evaluation.images import expected_images, part_images
+from ltm.evaluation.records import text_table
+from ltm.evaluation.timing import interleaved, speedup, spread
+from ltm.files import write_metrics
+from ltm.models import (
+    ModelSource,
+    changed,
+    check_classes,
+    method_config,
+    open_model,
+    require_least,
+    source_of,
+)
+from ltm.progress import Progress
+
+_CALIBRATION_BATCH = 16
+
+Format = Literal["onnx", "program", "openvino"]
+Recipe = Literal["accurate", "small", "dynamic", "convolutional"]
+FLOAT = "float32"
+STEM = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedFile:
+    """One file, and what is known about it."""
+
+    name: str
+    format: Format
+    precision: str
+    num_bytes: int
+    parity: tuple[Parity, ...] = ()
+    num_int8_layers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Accuracy:
+    """An int8 file against the float file of the same format, on the same images."""
+
+    name: str
+    share_of_size: float
+    num_images: int
+    top1_before: float
+    top1_after: float
+    difference: float
+    interval: tuple[float, float]
+    """95%, of the paired difference."""
+    milliseconds_before: float
+    milliseconds_after: float
+    speedup: float
+    """At batch 1, interleaved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """What to write, and what to prove it on."""
+
+    method: str | None = None
+    """Merge tokens first, such as ltm, tome or ltm:support=learned."""
+    ratio: float | None = None
+    """Share of the multiply-adds that may remain with --method, 0.7 unless given."""
+    formats: tuple[Format, ...] = ("onnx",)
+    """What to write."""
+    int8: tuple[Recipe, ...] = ()
+    """Int8 versions to add: accurate, small (all linear layers), dynamic (no calibration images
+    needed) or convolutional."""
+    data: str = "shapes"
+    """Images to compare and calibrate on: a folder or .zip of class folders, tar shards, hf:NAME,
+    or shapes (generated)."""
+    split: str = "val"
+    """Split of the data, where it has several."""
+    images: int | None = None
+    """Labelled images for the accuracy of int8 files; by default all."""
+    calibration_images: int = 128
+    """Images that set the ranges of int8 files; none of them is evaluated."""
+    class_names: Path | None = None
+    """Text file, one name a line, or JSON; by default what is known."""
+    crop_ratio: float | None = None
+    """Evaluation crop as a share of the resized side; by default the model's."""
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    """Batch sizes at which files are compared with the network."""
+    tolerance: float = TOLERANCE
+    """Largest relative difference allowed."""
+    workers: int = 0
+    """Loader processes."""
+
+    def __post_init__(self) -> None:
+        for name in ("formats", "batch_sizes"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: there is none; give at least one")
+        require_least("batch-sizes", min(self.batch_sizes))
+        if self.method is None and self.ratio is not None:
+            raise ValueError("--ratio goes with --method; a saved run has its own")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExportResult:
+    """The files that were written, and how they compare with the network."""
+
+    folder: Path
+    information: ModelInformation
+    data: str
+    num_images: int
+    """Images on which files were compared with the network."""
+    files: tuple[ExportedFile, ...]
+    int8: tuple[Int8Accuracy, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        information = self.information
+        return {
+            "model": information.model,
+            "token_merging": information.token_merging,
+            "preprocessing": dataclasses.asdict(information.spec),
+            "num_class_names": len(information.class_names or ()),
+            "data": self.data,
+            "parity_images": self.num_images,
+            "files": [dataclasses.asdict(file) for file in self.files],
+            "int8": [dataclasses.asdict(row) for row in self.int8],
+            "environment": dataclasses.asdict(environment.describe(torch.device("cpu"))),
+        }
+
+    def save(self, folder: Path | None = None) -> None:
+        """Write metrics.json, by default beside the files."""
+        write_metrics(folder or self.folder, self.to_dict())
+
+    def __repr__(self) -> str:
+        lines = [("file", "MB", "max relative difference (batch)")]
+        for file in self.files:
+            parity = ", ".join(
+                f"{row.max_relative_difference:.1e} ({row.batch_size})" for row in file.parity
+            )
+            lines.append((file.name, f"{file.num_bytes / 1e6:.2f}", parity))
+        text = f"{self.information.model} in {self.folder}\n{text_table(lines)}"
+        if not self.int8:
+            return text
+        header = ("file", "size", "top-1 before", "after", "95% interval", "speed at batch 1")
+        rows = [
+            (
+                row.name,
+                f"{row.share_of_size:.2f}",
+                f"{100 * row.top1_before:.2f}",
+                f"{100 * row.top1_after:.2f}",
+                f"{100 * row.interval[0]:+.2f} to {100 * row.interval[1]:+.2f}",
+                f"{row.speedup:.2f}x",
+            )
+            for row in self.int8
+        ]
+        return f"{text}\n\n{text_table([header, *rows])}"
+
+
+def export(
+    model: nn.Module | str | Path | ModelSource,
+    folder: Path | str,
+    settings: ExportSettings = ExportSettings(),
+    **changes: Any,
+) -> ExportResult:
+    """Write a network as files that other programs run, and that provably say the same.
+
+    Args:
+        model: a network, a saved folder, a timm name, or a `ModelSource`.
+        folder: where the files go.
+        settings: what to write, and on which images to prove it.
+        changes: fields of the settings to change, such as `formats=("onnx", "program")`.
+    """
+    settings, folder = changed(settings, changes), Path(folder)
+    source = source_of(model)
+    if settings.int8 and settings.data == "shapes" and source is not None and source.weights:
+        raise ValueError("data: int8 needs images of the network's own kind; give --data")
+    config = None if settings.method is None else method_config(settings.method, settings.ratio)
+    network = open_model(model, merges=config is not None)
+    if config is not None:
+        if is_merging(network):
+            raise ValueError("method: a saved run merges already; leave --method out")
+        network = network if source is not None else copy.deepcopy(network)
+        merge_tokens_(network, config)
+    parts = part_images(
+        settings.data,
+        split=settings.split,
+        images=settings.images,
+        calibration_images=settings.calibration_images if settings.int8 else 0,
+    )
+    run = None if source is None else source.run
+    job = Export(network, folder, _information(network, settings, run))
+    sample = _first(job, parts.evaluation, settings)
+    job.write(
+        settings.formats, sample, batch_sizes=settings.batch_sizes, tolerance=settings.tolerance
+    )
+    rows: list[Int8Accuracy] = []
+    if settings.int8:
+        check_classes(job.model, parts.evaluation.class_names, settings.data)
+        for recipe in settings.int8:
+            few = () if parts.calibration is None else _batches(job, parts.calibration, settings)
+            job.write_int8(recipe, (batch.images for batch in few))
+        labelled = _batches(job, parts.evaluation, settings)
+        rows = job.measure_int8(labelled, progress=Progress("accuracy"))
+    return ExportResult(
+        folder=folder,
+        information=job.information,
+        data=settings.data,
+        num_images=len(sample),
+        files=tuple(job.files),
+        int8=tuple(rows),
+    )
+
+
+def _information(
+    network: nn.Module, settings: ExportSettings, run: Path | None
+) -> ModelInformation:
+    names = None
+    if settings.class_names is not None:
+        names = read_class_names(settings.class_names)
+    elif run is not None:
+        names = saved_class_names(run)
+    config = DataConfig(source=settings.data, crop_ratio=settings.crop_ratio)
+    return describe(network, class_names=names, spec=expected_images(network, config))
+
+
+def _batches(
+    job: Export, dataset: Any, settings: ExportSettings, batch_size: int = _CALIBRATION_BATCH
+) -> Any:
+    """Images as the exported files expect them."""
+    config = DataConfig(batch_size=batch_size, workers=settings.workers)
+    return evaluation_loader(dataset, job.information.spec, config)
+
+
+def _first(job: Export, dataset: Any, settings: ExportSettings) -> Tensor:
+    number = max(settings.batch_sizes)
+    return next(iter(_batches(job, dataset.take(number), settings, number))).images
+
+
+class Export:
+    """Writes the files of one network into one folder, and remembers how to run them."""
+
+    def __init__(self, model: nn.Module, folder: Path, information: ModelInformation) -> None:
+        self.model = deployable(model)
+        self.folder, self.information = folder, information
+        self.files: list[ExportedFile] = []
+        self._runners: dict[str, Classify] = {}
+
+    def write(
+        self,
+        formats: Sequence[Format],
+        images: Tensor,
+        *,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+        tolerance: float = TOLERANCE,
+    ) -> list[ExportedFile]:
+        """Write the formats, and refuse a file that does not say what the model says."""
+        traced = trace(self.model, self.information.spec.size)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for kind in _with_sources(formats):
+            path, runner = _WRITERS[kind](self, traced)
+            try:
+                rows = compare(self.model, runner, images, batch_sizes)
+                require_parity(rows, path.name, tolerance)
+            except ParityError:
+                path.unlink()
+                path.with_suffix(".bin").unlink(missing_ok=True)  # OpenVINO's weights
+                raise
+            self._add(path, kind, FLOAT, runner, parity=tuple(rows))
+        return self.files
+
+    def write_int8(self, recipe: str, calibration: Iterable[Tensor]) -> list[ExportedFile]:
+        """Write int8 versions of the ONNX file and the program, where they were written."""
+        settings = RECIPES[recipe]
+        for file in [f for f in self.files if f.precision == FLOAT and f.format in _QUANTISERS]:
+            path = self.folder / f"{STEM}.int8-{recipe}{Path(file.name).suffix}"
+            runner, number = _QUANTISERS[file.format](self, path, settings, calibration)
+            self._add(path, file.format, f"int8 {recipe}", runner, num_int8_layers=number)
+        return self.files
+
+    def measure_int8(
+        self,
+        batches: Iterable[Any],
+        *,
+        progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda items: items,
+        rounds: int = 15,
+    ) -> list[Int8Accuracy]:
+        """Accuracy and speed of all int8 files against the float ones, on labelled batches."""
+        correct, images = _correct(self._runners, progress(batches))
+        times = interleaved(
+            {name: lambda run=run: run(images[:1]) for name, run in self._runners.items()},
+            torch.device("cpu"),
+            rounds=rounds,
+        )
+        rows = []
+        for file in (f for f in self.files if f.precision != FLOAT):
+            base = next(f for f in self.files if f.format == file.format and f.precision == FLOAT)
+            before, after = correct[base.name], correct[file.name]
+            paired = paired_interval(after, before)
+            rows.append(
+                Int8Accuracy(
+                    name=file.name,
+                    share_of_size=file.num_bytes / base.num_bytes,
+                    num_images=len(before),
+                    top1_before=float(before.double().mean()),
+                    top1_after=float(after.double().mean()),
+                    difference=paired.difference,
+                    interval=(paired.low, paired.high),
+                    milliseconds_before=1e3 * spread(times[base.name]).median,
+                    milliseconds_after=1e3 * spread(times[file.name]).median,
+                    speedup=speedup(times[base.name], times[file.name]).median,
+                )
+            )
+        return rows
+
+    def _add(
+        self, path: Path, kind: Format, precision: str, runner: Classify, **known: Any
+    ) -> None:
+        size = path.stat().st_size
+        if kind == "openvino":
+            size += path.with_suffix(".bin").stat().st_size
+        self._runners[path.name] = runner
+        self.files.append(
+            ExportedFile(name=path.name, format=kind, precision=precision, num_bytes=size, **known)
+        )
+
+
+def _with_sources(formats: Sequence[Format]) -> list[Format]:
+    """OpenVINO's file is made from the ONNX file."""
+    wanted = set(formats) | ({"onnx"} if "openvino" in formats else set())
+    return [kind for kind in _WRITERS if kind in wanted]
+
+
+def _write_onnx(job: Export, traced: ExportedProgram) -> tuple[Path, Classify]:
+    path = save_onnx(traced, job.folder / f"{STEM}{SUFFIXES['onnx']}", job.information)
+    return path, OnnxModel(path)
+
+
+def _write_program(job: Export, traced: ExportedProgram) -> tuple[Path, Classify]:
+    path = save_program(traced, job.folder / f"{STEM}{SUFFIXES['program']}")
+    return path, traced.module()
+
+
+def _write_openvino(job: Export, _: ExportedProgram) -> tuple[Path, Classify]:
+    source = job.folder / f"{STEM}{SUFFIXES['onnx']}"
+    path = save_openvino(source, job.folder / f"{STEM}{SUFFIXES['openvino']}")
+    return path, OpenVinoModel(path)
+
+
+_WRITERS: dict[Format, Callable[[Export, ExportedProgram], tuple[Path, Classify]]] = {
+    "program": _write_program,
+    "onnx": _write_onnx,
+    "openvino": _write_openvino,
+}
+
+
+def _quantise_onnx(
+    job: Export, path: Path, recipe: Int8, calibration: Iterable[Tensor]
+) -> tuple[Classify, int]:
+    source = job.folder / f"{STEM}{SUFFIXES['onnx']}"
+    number = quantise_onnx(source, path, recipe, calibration)
+    return OnnxModel(path), number
+
+
+def _quantise_program(
+    job: Export, path: Path, recipe: Int8, _: Iterable[Tensor]
+) -> tuple[Classify, int]:
+    model = copy.deepcopy(job.model)
+    number = quantise_torch_(model, recipe)
+    traced = trace(model, job.information.spec.size)
+    save_program(traced, path)
+    return traced.module(), number
+
+
+_QUANTISERS: dict[
+    Format, Callable[[Export, Path, Int8, Iterable[Tensor]], tuple[Classify, int]]
+] = {"onnx": _quantise_onnx, "program": _quantise_program}
+
+
+@torch.no_grad()
+def _correct(
+    runners: Mapping[str, Classify], batches: Iterable[Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Which images each gets right, and the last batch."""
+    found: dict[str, list[Tensor]] = {name: [] for name in runners}
+    images = None
+    for images, labels in batches:
+        for name, classify in runners.items():
+            found[name].append(classify(images).argmax(1) == labels)
+    if images is None:
+        raise ValueError("batches: there are no labelled images to measure accuracy on")
+    return {name: torch.cat(parts) for name, parts in found.items()}, images

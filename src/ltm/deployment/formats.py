@@ -1,0 +1,156 @@
+"""The file formats of an exported network, and how to run each of them again.
+
+| format | written by | run by |
+|---|---|---|
+| torch.export program, `.pt2` | `save_program` | `torch.export.load` |
+| ONNX, `.onnx` | `save_onnx` | `OnnxModel` |
+| OpenVINO, `.xml` and `.bin` | `save_openvino`, from an ONNX file | `OpenVinoModel` |
+
+A network is traced once (`trace`), for any batch size. An ONNX file has its preprocessing and class
+names inside.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from ltm.api import freeze_, image_size_of, is_merging
+from ltm.core.cost import channels_of
+from ltm.core.translation import to_onnx
+from ltm.deployment.information import ModelInformation
+from ltm.evaluation.modes import onnx_session
+from ltm.extras import require
+
+SUFFIXES = {"program": ".pt2", "onnx": ".onnx", "openvino": ".xml"}
+INPUT, OUTPUT, BATCH = "images", "logits", "batch"
+"""Names in an ONNX file."""
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+# Batch 1 would be taken for a constant.
+_EXAMPLE_BATCH = 2
+
+
+def deployable(model: nn.Module) -> nn.Module:
+    """A copy that is ready to leave: on the processor, in float32, in evaluation mode, frozen."""
+    ready = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+    if is_merging(ready):
+        freeze_(ready)
+    for module in ready.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            # Folded masks may be views, and files hold whole tensors.
+            whole = buffer.clone(memory_format=torch.contiguous_format)
+            module.register_buffer(name, whole, persistent=name in module.state_dict())
+    return ready
+
+
+@torch.no_grad()
+def trace(model: nn.Module, image_size: tuple[int, int] | None = None) -> ExportedProgram:
+    """Trace a `deployable` network for any number of images of one size.
+
+    LTMP is traced in its masked form, whose shapes do not depend on the images.
+    """
+    shape = channels_of(model), *image_size_of(model, image_size)
+    images = torch.zeros(_EXAMPLE_BATCH, *shape)
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    # Paths of whoever exported it are nobody else's business.
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+    return program
+
+
+def save_program(program: ExportedProgram, path: Path) -> Path:
+    """Write a program as .pt2. Reading it back unpickles: load only files that you trust."""
+    torch.export.save(program, path)
+    return path
+
+
+def save_onnx(program: ExportedProgram, path: Path, information: ModelInformation) -> Path:
+    """Write a traced network as ONNX with everything needed to use it in its metadata."""
+    require("onnx", extra="export")
+    require("onnxscript", extra="export")
+    exported = to_onnx(program, input_names=[INPUT], output_names=[OUTPUT])
+    graph_model: Any = exported.model
+    _name_nodes_(graph_model)
+    _name_batch_(graph_model)
+    graph_model.producer_name = "ltm"
+    graph_model.metadata_props.update(information.to_strings())
+    exported.save(str(path), external_data=False)
+    return path
+
+
+def _name_nodes_(model: Any) -> None:
+    """Name nodes by the module they come from, and drop the exporter's notes and stack traces."""
+    seen: Counter[str] = Counter()
+    for node in model.graph:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        # The last scope is the operation, the one before it the innermost module.
+        module = scopes[-2] if len(scopes) > 1 else ""
+        name = f"{module}/{node.op_type}"
+        seen[name] += 1
+        node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
+        node.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.metadata_props.clear()
+
+
+def _name_batch_(model: Any) -> None:
+    ir = require("onnx_ir", extra="export")
+    traced = model.graph.inputs[0].shape[0]
+    outputs = [value for node in model.graph for value in node.outputs]
+    for value in (*model.graph.inputs, *outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([BATCH if side == traced else side for side in value.shape])
+
+
+class OnnxModel:
+    """An ONNX file of `ltm export` in ONNX Runtime on the processor: scores from images."""
+
+    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"model is {path}: there is no such file")
+        self.path, self.session = path, onnx_session(path, threads)
+        self._input = self.session.get_inputs()[0].name
+        self.num_classes = int(self.session.get_outputs()[0].shape[-1])
+
+    @property
+    def information(self) -> ModelInformation:
+        """What the file says about its images and classes."""
+        entries = self.session.get_modelmeta().custom_metadata_map
+        try:
+            return ModelInformation.from_strings(entries)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+
+    def __call__(self, images: Tensor) -> Tensor:
+        outputs: Any = self.session.run(None, {self._input: images.float().cpu().numpy()})
+        return torch.from_numpy(outputs[0])
+
+
+def save_openvino(source: Path, target: Path) -> Path:
+    """Convert an ONNX file; weights go beside the .xml, with the ending .bin, in float32."""
+    openvino = require("openvino")
+    openvino.save_model(openvino.convert_model(str(source)), str(target), compress_to_fp16=False)
+    return target
+
+
+class OpenVinoModel:
+    """An OpenVINO file on the processor: scores from images."""
+
+    def __init__(self, path: Path) -> None:
+        openvino = require("openvino")
+        # Reduced precision is the default on some processors.
+        settings = {"INFERENCE_PRECISION_HINT": "f32"}
+        self._compiled: Any = openvino.Core().compile_model(str(path), "CPU", settings)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return torch.from_numpy(self._compiled(images.float().cpu().numpy())[0].copy())
