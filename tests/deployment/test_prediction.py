@@ -18,9 +18,15 @@ from ltm.data.shapes import example_pictures
 from ltm.deployment.export import Export
 from ltm.deployment.formats import OnnxModel
 from ltm.deployment.information import ModelInformation
-from ltm.deployment.prediction import Classifier, Detector, ImageModel, predict
-from ltm.deployment.sources import check_inputs, image_paths
-from ltm.deployment.writing import open_writer
+from ltm.deployment.prediction import (
+    Classifier,
+    Detector,
+    ImageModel,
+    check_inputs,
+    image_paths,
+    open_writer,
+    stream,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +91,7 @@ def test_predictions_keep_the_order_and_report_what_cannot_be_read(folder: Path)
     (folder / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n but no more")
     names = ["0.png", "3.png", "broken.png", "absent.png", "1.png", "deep", "6.png"]
     model = Brightness()
-    found = list(predict([str(folder / name) for name in names], model, batch_size=3))
+    found = list(stream([str(folder / name) for name in names], model, batch_size=3))
     assert [Path(row.path).name for row in found] == names
     values = [None if row.answer is None else row.answer["values"][0] for row in found]
     assert values == [0, 30, None, None, 10, None, 60]
@@ -93,9 +99,9 @@ def test_predictions_keep_the_order_and_report_what_cannot_be_read(folder: Path)
     assert found[3].error == "No such file or directory"
     assert found[5].error == "Is a directory"
     assert model.batches == [2, 1, 1]
-    assert list(predict([], model)) == []
+    assert list(stream([], model)) == []
     with pytest.raises(ValueError, match="at least 1 is needed"):
-        list(predict([], model, batch_size=0))
+        list(stream([], model, batch_size=0))
 
 
 def test_millions_of_paths_cost_no_memory(folder: Path) -> None:
@@ -106,18 +112,18 @@ def test_millions_of_paths_cost_no_memory(folder: Path) -> None:
             yield path
 
     model = Brightness()
-    stream = predict(endless(), model, batch_size=8, threads=2)
+    found = stream(endless(), model, batch_size=8, threads=2)
     sizes = []
     tracemalloc.start()
     for _ in range(3):
         for _ in range(800):
-            next(stream)
+            next(found)
         model.batches.clear()
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert sizes[2] - sizes[1] < 20_000, "a path and its future alone would be 600,000"
     assert next(taken) <= 2400 + 3 * 8, "paths are read only as they are needed"
-    stream.close()
+    found.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("decode")]
 
 
@@ -128,14 +134,14 @@ def test_a_classifier_names_the_likeliest_classes(exported: Export, tmp_path: Pa
     both = [Classifier(onnx, onnx.information, 3), Classifier(exported.model, onnx.information, 3)]
     answers = []
     for classifier in both:
-        (row,) = predict([str(tmp_path / "picture.png")], classifier)
+        (row,) = stream([str(tmp_path / "picture.png")], classifier)
         assert row.answer is not None
         answers.append(row.answer)
     assert answers[0]["classes"] == [f"class {index}" for index in answers[0]["indices"]]
     assert answers[0]["indices"] == answers[1]["indices"]
     assert answers[0]["probabilities"] == sorted(answers[0]["probabilities"], reverse=True)
     unnamed = ModelInformation(model="x", spec=onnx.information.spec)
-    (row,) = predict([str(tmp_path / "picture.png")], Classifier(onnx, unnamed, 50))
+    (row,) = stream([str(tmp_path / "picture.png")], Classifier(onnx, unnamed, 50))
     assert row.answer is not None
     assert row.answer["classes"] == [str(index) for index in row.answer["indices"]]
     assert len(row.answer["classes"]) == 10
@@ -155,7 +161,7 @@ def test_a_detector_gives_boxes_above_its_threshold(folder: Path) -> None:
             return [{"boxes": boxes, "scores": scores, "labels": labels}] * 2
 
     detector = Detector(Found(), threshold=0.5)  # type: ignore[arg-type]
-    rows = list(predict([str(folder / "0.png"), str(folder / "3.png")], detector))
+    rows = list(stream([str(folder / "0.png"), str(folder / "3.png")], detector))
     expected = {"classes": ["dog"], "scores": [0.9], "boxes": [[1.0, 1.0, 3.0, 3.0]]}
     assert [row.answer for row in rows] == [expected, expected]
 
@@ -164,7 +170,7 @@ def test_lines_are_json_or_csv(folder: Path) -> None:
     import csv
 
     model = Brightness()
-    rows = list(predict([str(folder / "1.png"), str(folder / "absent, or so.png")], model))
+    rows = list(stream([str(folder / "1.png"), str(folder / "absent, or so.png")], model))
     lines, table = io.StringIO(), io.StringIO()
     for row in rows:
         open_writer("jsonl", lines, model)(row)

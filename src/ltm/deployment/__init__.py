@@ -1,6 +1,12 @@
-"""Take a model away: ONNX, torch.export programs, int8, OpenVINO, the Hugging Face hub.
+"""Take a model away: files that other programs run, and predictions from any of them.
 
-Import from the modules: `program` (torch.export), `onnx`, `quantise` (int8), `openvino`, `hub`,
-`parity` (does the copy say the same?), `runtime` (run an ONNX file), `prediction` (streams of
-images through whatever can classify them).
+| module | holds |
+|---|---|
+| `export` | `ltm.export`: the files of a network, proved against it |
+| `prediction` | `ltm.predict`: streams of images through a network, an ONNX file or a detector |
+| `formats` | torch.export program, ONNX, OpenVINO: how each is written and run |
+| `int8` | quantisation of ONNX files and of torch networks |
+| `parity` | does an exported file say what the network says? |
+| `information` | what travels with a file: preprocessing, class names, token merging |
+| `hub` | folders for the Hugging Face hub, upload and download |
 """

@@ -1,30 +1,216 @@
-"""Streams of images through a model: decoded by threads, predicted in batches, in order.
+"""`ltm.predict`: streams of images through a model, decoded by threads, answered in order.
 
-Whatever can `prepare` an image and answer a batch of them can predict: a network, an ONNX file, a
-detector.
+Whatever can `prepare` an image and answer a batch of them can predict (`ImageModel`): a network, an
+ONNX file, a saved detector. A saved folder says by its config.json which of them it holds.
 """
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import json
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any, ClassVar
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ltm.data.images import decode
+from ltm.api.deployment import saved_folder
+from ltm.data.images import EXTENSIONS, decode
 from ltm.data.transforms import evaluation_transform
-from ltm.deployment.information import ModelInformation
-from ltm.detection.saving import LoadedDetector
+from ltm.deployment.formats import OnnxModel
+from ltm.deployment.information import (
+    ModelInformation,
+    check_class_names,
+    describe,
+    read_class_names,
+    saved_class_names,
+)
+from ltm.files import write_metrics
+from ltm.models import ModelSource, changed, open_model, refuse_given, require_least, source_of
+from ltm.progress import Progress
+
+if TYPE_CHECKING:
+    from ltm.detection.saving import LoadedDetector
 
 Answer = dict[str, Any]
+Format = Literal["jsonl", "csv"]
+Write = Callable[["Prediction"], None]
+
+STDIN = "-"
+LISTS = (".txt", ".lst", ".list")
+"""Text files with these endings are lists of paths."""
+
+
+# --- The verb ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSettings:
+    """How images are prepared, and what is said about them."""
+
+    class_names: Path | None = None
+    """Text file, one name a line, or JSON; by default what is known."""
+    crop_ratio: float | None = None
+    """Evaluation crop as a share of the resized side; by default the model's."""
+    top: int = 5
+    """How many classes to give."""
+    threshold: float = 0.5
+    """Least score of a detector's boxes."""
+    batch_size: int = 32
+    """Images per batch."""
+    threads: int = 2
+    """Threads that read images."""
+
+    def __post_init__(self) -> None:
+        for name in ("top", "batch_size", "threads"):
+            require_least(name.replace("_", "-"), getattr(self, name))
+
+
+class Predictions:
+    """Predictions of a model, one for each image, made while they are iterated over or saved.
+
+    Memory does not grow with the number of images.
+    """
+
+    def __init__(
+        self, model: ImageModel, images: Sequence[str], settings: PredictSettings, stdin: TextIO
+    ) -> None:
+        self.model, self.images, self.settings = model, tuple(images), settings
+        self.num_images = self.num_unreadable = 0
+        self.interrupted = False
+        self._stdin = stdin
+
+    def __iter__(self) -> Iterator[Prediction]:
+        self.num_images = self.num_unreadable = 0
+        loop, settings = Progress("images"), self.settings
+        paths = image_paths(self.images, self._stdin)
+        found = stream(paths, self.model, batch_size=settings.batch_size, threads=settings.threads)
+        for prediction in loop(found):
+            self.num_images += 1
+            self.num_unreadable += prediction.error is not None
+            yield prediction
+        self.interrupted = loop.interrupted
+
+    def write(self, file: TextIO, form: Format = "jsonl") -> None:
+        """Write one line for each image, as it comes."""
+        write = open_writer(form, file, self.model)
+        for prediction in self:
+            write(prediction)
+
+    def save(self, folder: Path | str, form: Format = "jsonl") -> Path:
+        """Write predictions.jsonl or predictions.csv, and metrics.json, into a folder."""
+        path = Path(folder) / f"predictions.{form}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            self.write(file, form)
+        counts = {"images": self.num_images, "unreadable": self.num_unreadable}
+        write_metrics(path.parent, {**counts, "interrupted": self.interrupted})
+        return path
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(self.images[:3]) + (", ..." if len(self.images) > 3 else "")
+        columns = ", ".join(self.model.columns)
+        return f"Predictions for {inputs}: iterate over them, or save(folder); each has {columns}"
+
+
+def predict(
+    model: nn.Module | str | Path | ModelSource | ImageModel,
+    images: str | Path | Iterable[str | Path],
+    settings: PredictSettings = PredictSettings(),
+    **changes: Any,
+) -> Predictions:
+    """Predict images: classes, or boxes where the model is a saved detector.
+
+    Args:
+        model: a network, a saved folder, an .onnx file of `ltm.export`, a timm name, or a
+            `ModelSource`.
+        images: images, folders (sorted by path), text files of paths (.txt), and - for paths from
+            standard input.
+        settings: how images are prepared, and what is said about them.
+        changes: fields of the settings to change, such as `top=1`.
+    """
+    settings = changed(settings, changes)
+    inputs = [str(name) for name in ([images] if isinstance(images, str | Path) else images)]
+    if not inputs:
+        raise ValueError("inputs: give images, folders, a list of paths, or - for standard input")
+    check_inputs(inputs)
+    return Predictions(open_predictor(model, settings), inputs, settings, sys.stdin)
+
+
+def open_predictor(
+    model: nn.Module | str | Path | ModelSource | ImageModel, settings: PredictSettings
+) -> ImageModel:
+    """Whatever predicts: found by its type, the ending of its name, or a saved folder's config."""
+    if isinstance(model, ImageModel):
+        return model
+    if isinstance(model, str | Path) and Path(model).suffix.lower() in (".onnx", ".pt2"):
+        return _onnx_classifier(Path(model), settings)
+    source = source_of(model)
+    run = None if source is None else source.run
+    detector = None if run is None else detector_folder(run)
+    if source is not None and detector is not None:
+        given = {**vars(source), "run": None, **_known_to_a_detector(settings)}
+        refuse_given(given, "a saved detector")
+        from ltm.detection.saving import load_detector  # noqa: PLC0415 - an optional extra
+
+        return Detector(load_detector(detector), settings.threshold)
+    if source is not None and run is None and source.model is None:
+        raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
+    network: Any = open_model(model)
+    if not getattr(network, "num_classes", 0):
+        raise ValueError("model: it has no classes to predict; take one with a head")
+    known = describe(network, class_names=None if run is None else saved_class_names(run))
+    return Classifier(network, _adjusted(known, network.num_classes, settings), settings.top)
+
+
+def _onnx_classifier(path: Path, settings: PredictSettings) -> Classifier:
+    if path.suffix.lower() == ".pt2":
+        raise ValueError(
+            f"onnx is {path}: a torch.export program is read by unpickling, which can run "
+            "anything; export to ONNX instead"
+        )
+    scores = OnnxModel(path)
+    known = _adjusted(scores.information, scores.num_classes, settings)
+    return Classifier(scores, known, settings.top)
+
+
+def detector_folder(run: Path) -> Path | None:
+    """The folder of a saved detector, if `run` is one or holds one."""
+    folder = saved_folder(run)
+    try:
+        known = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None  # Loading the network will say what is wrong.
+    return folder if isinstance(known, dict) and "detector" in known else None
+
+
+def _known_to_a_detector(settings: PredictSettings) -> dict[str, Any]:
+    return {"class_names": settings.class_names, "crop_ratio": settings.crop_ratio}
+
+
+def _adjusted(
+    known: ModelInformation, num_classes: int, settings: PredictSettings
+) -> ModelInformation:
+    if settings.class_names is not None:
+        known = dataclasses.replace(known, class_names=read_class_names(settings.class_names))
+        check_class_names(known.class_names, num_classes)
+    if settings.crop_ratio is not None:
+        spec = dataclasses.replace(known.spec, crop_ratio=settings.crop_ratio)
+        known = dataclasses.replace(known, spec=spec)
+    return known
+
+
+# --- Models --------------------------------------------------------------------------------------
 
 
 class ImageModel(ABC):
@@ -115,7 +301,10 @@ class Detector(ImageModel):
         return answers
 
 
-def predict(
+# --- Images in, answers out ----------------------------------------------------------------------
+
+
+def stream(
     paths: Iterable[str], model: ImageModel, *, batch_size: int = 32, threads: int = 2
 ) -> Generator[Prediction, None, None]:
     """One prediction per path, in order; images that cannot be read are reported and passed over.
@@ -168,3 +357,78 @@ def _sentence(error: Exception) -> str:
     # Pillow names the buffer that it read from, which says nothing to anybody.
     text = str(error).partition("<_io.BytesIO")[0].strip()
     return " ".join(text.split()) or type(error).__name__
+
+
+def check_inputs(inputs: Iterable[str]) -> None:
+    """Refuse what does not exist before any work is done."""
+    for name in inputs:
+        if name != STDIN and not Path(name).exists():
+            raise FileNotFoundError(f"{name}: there is no such image, folder or list of paths")
+
+
+def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[str]:
+    """Paths of images, folders (with all they contain), lists of paths, and `-`, standard input.
+
+    What is given comes in the order given, what a folder contains sorted by path. Of all the names
+    only those of the folders on the way down are held at a time, of lists one line.
+    """
+    for name in inputs:
+        if name == STDIN:
+            yield from _lines(sys.stdin if stdin is None else stdin)
+        elif Path(name).is_dir():
+            yield from _walk(name)
+        elif name.lower().endswith(LISTS):
+            with Path(name).open(encoding="utf-8", errors="surrogateescape") as lines:
+                yield from _lines(lines)
+        else:
+            yield name
+
+
+def _lines(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        path = line.rstrip("\r\n")
+        if path:
+            yield path
+
+
+def _walk(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        found = sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
+    for entry in found:
+        if entry.is_dir():
+            yield from _walk(entry.path)
+        elif PurePath(entry.name).suffix.lower() in EXTENSIONS:
+            yield entry.path
+
+
+# --- Lines ---------------------------------------------------------------------------------------
+
+
+def open_writer(kind: Format, stream: TextIO, model: ImageModel) -> Write:
+    """A function that writes one prediction a line."""
+    return _WRITERS[kind](stream, model)
+
+
+def _json_lines(stream: TextIO, _: ImageModel) -> Write:
+    def write(prediction: Prediction) -> None:
+        found = {"error": prediction.error} if prediction.answer is None else prediction.answer
+        stream.write(json.dumps({"path": prediction.path, **found}, ensure_ascii=False) + "\n")
+
+    return write
+
+
+def _csv(stream: TextIO, model: ImageModel) -> Write:
+    """One row an image; a column's several values are JSON, the first class has its own column."""
+    table = csv.writer(stream, lineterminator="\n")
+    table.writerow(["path", "error", "class", *model.columns])
+
+    def write(prediction: Prediction) -> None:
+        found = prediction.answer or {}
+        first = next(iter(found.get("classes", ())), "")
+        values = (json.dumps(found[name]) if name in found else "" for name in model.columns)
+        table.writerow([prediction.path, prediction.error or "", first, *values])
+
+    return write
+
+
+_WRITERS: dict[str, Callable[[TextIO, ImageModel], Write]] = {"jsonl": _json_lines, "csv": _csv}
