@@ -1,14 +1,13 @@
 """From data to batches: images of the size that a model takes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 
 import ltm
-from ltm.cli.export import _job  # pyright: ignore[reportPrivateUsage]
 from ltm.data.config import DataConfig
+from ltm.deployment.export import ExportSettings, model_information
 from ltm.evaluation.images import expected_images, load_batches, open_images
 
 DATA = "shapes:classes=3,size=32,val_images=4"
@@ -23,9 +22,9 @@ def oblong() -> Any:
     return model.eval()
 
 
-def test_images_need_not_be_square(oblong: Any, tmp_path: Path) -> None:
+def test_images_need_not_be_square(oblong: Any) -> None:
     assert expected_images(oblong, DataConfig(crop_ratio=0.5)).size == (96, 64)
     images = load_batches(open_images(DATA, "val"), DATA, oblong, batch_size=2, workers=0)
     assert next(iter(images))[0].shape == (2, 3, 96, 64)
-    spec = _job(oblong, tmp_path, DATA, None, 0.5).information.spec
+    spec = model_information(oblong, ExportSettings(data=DATA, crop_ratio=0.5)).spec
     assert (spec.size, spec.crop_ratio) == ((96, 64), 0.5)

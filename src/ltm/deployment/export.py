@@ -230,7 +230,7 @@ def export(
         calibration_images=settings.calibration_images if settings.int8 else 0,
     )
     run = None if source is None else source.run
-    job = Export(network, folder, _information(network, settings, run))
+    job = Export(network, folder, model_information(network, settings, run))
     sample = _first(job, parts.evaluation, settings)
     job.write(
         settings.formats, sample, batch_sizes=settings.batch_sizes, tolerance=settings.tolerance
@@ -253,9 +253,10 @@ def export(
     )
 
 
-def _information(
-    network: nn.Module, settings: ExportSettings, run: Path | None
+def model_information(
+    network: nn.Module, settings: ExportSettings, run: Path | None = None
 ) -> ModelInformation:
+    """What travels with the files: preprocessing, and class names where they are known."""
     names = None
     if settings.class_names is not None:
         names = read_class_names(settings.class_names)
