@@ -1,6 +1,6 @@
 """Top-1 against multiply-adds, cross-fitted: what is chosen on one half is judged on the other.
 
-    python reproduction/benchmarks/calibration_imagenet.py --model vit_tiny_patch16_224 \
+    python -m reproduction.benchmarks.calibration_imagenet --model vit_tiny_patch16_224 \
         --weights vit_tiny.safetensors --data imagenet-val.zip --output results/calibration
 
 Images are dealt into two halves. Whatever looks at images (calibrated schedules, LTMP's thresholds,
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calibration_report import write_report
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import ltm
@@ -29,12 +29,19 @@ from ltm.calibration import Calibration, CalibrationResult, Settings
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import Outputs, as_row, evaluate, paired_interval, summarise
 from ltm.evaluation.images import load_batches, open_images
+from ltm.files import write_text
 from ltm.methods import MethodConfig
 from ltm.models import ModelSource
+from reproduction.benchmarks.recording import parser
 
 BUDGETS = (0.95, 0.85, 0.7, 0.55, 0.4)
 ABLATED = (0.7, 0.55)
 BASE = "base"
+COLUMNS = (
+    "| share of MACs | method | top-1 | against the original | against ToMe | agreement "
+    "| divergence |"
+)
+STYLES = {"tome": "s--", "tofu": "^--", "ltmp": "v:", "ltm": "o-", "ltm calibrated": "D-"}
 
 Part = tuple[Tensor, Tensor]
 """Images and their labels; labels are for evaluation only."""
@@ -239,9 +246,7 @@ class Rows:
 
     def write(self, about: dict[str, Any]) -> None:
         """Replace the file."""
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps({**about, "rows": self.rows}, indent=1) + "\n")
-        new.replace(self.path)
+        write_text(self.path, json.dumps({**about, "rows": self.rows}, indent=1) + "\n")
 
 
 def packed(correct: Tensor) -> str:
@@ -254,30 +259,91 @@ def unpacked(text: str) -> Tensor:
     return torch.tensor([digit == "1" for digit in text])
 
 
+def write_report(path: Path) -> None:
+    """Write the Markdown table and the curves beside the rows."""
+    rows = json.loads(path.read_text())["rows"]
+    titles = {"curves": "Every method at every budget", "ablation": "One thing changed at a time"}
+    lines: list[str] = []
+    for part, title in titles.items():
+        chosen = [row for row in rows if row["part"] == part]
+        if chosen:
+            lines += [f"## {title}", "", COLUMNS, "|---" * COLUMNS.count(" | ") + "|---|"]
+            chosen.sort(key=lambda row: -row["budget"])
+            lines += [_line(row) for row in chosen] + [""]
+    path.with_suffix(".md").write_text("\n".join(lines))
+    _curves([row for row in rows if row["part"] == "curves"]).savefig(
+        path.with_suffix(".png"), dpi=130
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    share = sum(row["shares"]) / len(row["shares"])
+    cells = [
+        f"{share:.3f}",
+        row["method"],
+        f"{100 * row['top1']:.2f}",
+        _difference(row.get("against_base")),
+        _difference(row.get("against_tome")),
+        f"{100 * row['agreement']:.2f}",
+        f"{row['divergence']:.4f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _difference(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    difference, low, high = (100 * found[key] for key in ("difference", "low", "high"))
+    return f"{difference:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def _curves(rows: list[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for method, style in STYLES.items():
+        chosen = sorted((r for r in rows if r["method"] == method), key=lambda r: r["budget"])
+        if not chosen:
+            continue
+        shares = [sum(row["shares"]) / len(row["shares"]) for row in chosen]
+        losses = [100 * row["against_base"]["difference"] for row in chosen]
+        reach = [
+            [100 * (r["against_base"]["difference"] - r["against_base"]["low"]) for r in chosen],
+            [100 * (r["against_base"]["high"] - r["against_base"]["difference"]) for r in chosen],
+        ]
+        axes.errorbar(shares, losses, reach, fmt=style, capsize=2, label=method, markersize=4)
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set_ylim(bottom=-12)
+    axes.set_xlabel("share of the original's multiply-adds")
+    axes.set_ylabel("top-1, points from the original (paired 95%)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
 def main() -> None:
     """Run what is missing and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="vit_tiny_patch16_224")
-    parser.add_argument("--weights", type=Path)
-    parser.add_argument("--model-args", nargs="*", default=[], help="such as depth=4")
-    parser.add_argument("--name", help="of the files; the model's by default")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--calibration-images", type=int, default=256)
-    parser.add_argument("--trials", type=int, default=150)
-    parser.add_argument("--budgets", type=float, nargs="*", default=BUDGETS)
-    parser.add_argument("--methods", nargs="*", help="of the curves; all by default")
-    parser.add_argument("--ablated", type=float, nargs="*", default=ABLATED)
-    parser.add_argument("--batch-size", type=int, default=100)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", default="vit_tiny_patch16_224")
+    options.add_argument("--weights", type=Path)
+    options.add_argument("--model-args", nargs="*", default=[], help="such as depth=4")
+    options.add_argument("--name", help="of the files; the model's by default")
+    options.add_argument("--data", required=True)
+    options.add_argument("--images", type=int, default=2000)
+    options.add_argument("--calibration-images", type=int, default=256)
+    options.add_argument("--trials", type=int, default=150)
+    options.add_argument("--budgets", type=float, nargs="*", default=BUDGETS)
+    options.add_argument("--methods", nargs="*", help="of the curves; all by default")
+    options.add_argument("--ablated", type=float, nargs="*", default=ABLATED)
+    options.add_argument("--batch-size", type=int, default=100)
+    options.add_argument("--workers", type=int, default=2)
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--output", type=Path, required=True)
+    args = options.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     bench, rows = Bench(args), Rows(args.output / f"{args.name or args.model}.json")
     about = {
         "command": " ".join(
-            ["python", "reproduction/benchmarks/calibration_imagenet.py", *sys.argv[1:]]
+            ["python", "-m", "reproduction.benchmarks.calibration_imagenet", *sys.argv[1:]]
         ),
         "environment": as_row(environment.describe(bench.device)),
     }

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from detection_ap import average_precision
-from detection_data import Pictures
 from torch import Tensor, nn
 
-from ltm.detection.score import coco_results
+from ltm.detection.score import coco_results, coco_scores
+from reproduction.benchmarks.detection_data import Pictures
 
 Say = Callable[[str], None]
 
@@ -171,17 +170,8 @@ def find(
 
 
 def score(pictures: Pictures, results: list[dict[str, Any]], *, masks: bool) -> dict[str, Any]:
-    """Average precision by faster-coco-eval, or else by our own NumPy."""
+    """Average precision by faster-coco-eval."""
     kinds = {"box": "bbox", **({"mask": "segm"} if masks else {})}
-    try:
-        import faster_coco_eval  # noqa: F401, PLC0415
-    except ImportError:
-        scores = {n: average_precision(pictures.truth, results, k) for n, k in kinds.items()}
-        return {**scores, "evaluator": "reproduction/benchmarks/detection_ap.py"}
-    from dataclasses import asdict  # noqa: PLC0415
-
-    from ltm.detection.score import coco_scores  # noqa: PLC0415
-
     found: dict[str, Any] = {
         name: asdict(coco_scores(pictures.truth, results, kind))  # pyright: ignore[reportArgumentType]
         for name, kind in kinds.items()

@@ -1,8 +1,8 @@
 """Do detectors on token-merging backbones learn, and what does merging cost them?
 
-    python reproduction/benchmarks/detection_overfit.py --parts coco_ssdlite coco_mask_rcnn \
+    python -m reproduction.benchmarks.detection_overfit --parts coco_ssdlite coco_mask_rcnn \
         --coco coco-128.zip --output results/detection
-    python reproduction/benchmarks/detection_overfit.py --parts shapes_ssdlite shapes_mask_rcnn \
+    python -m reproduction.benchmarks.detection_overfit --parts shapes_ssdlite shapes_mask_rcnn \
         --output results/detection
 
 `coco_*` trains LTM-MobileViT-S SSDLite and LTM-EfficientViT-B1 Mask R-CNN from scratch on a small
@@ -25,12 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 import torch
-from detection_data import Pictures, paint_shapes, read_coco
-from detection_fit import Fit, Recipe, find, fit, score, steps_within
-from detection_report import machine, table, text_of
 from torch import nn
 
 from ltm.api import report
@@ -44,7 +39,13 @@ from ltm.detection.score import write_results
 from ltm.detection.ssdlite import SSDLiteConfig
 from ltm.methods import LTM
 from ltm.methods.ltm.learned import LearnedMerger
+from reproduction.benchmarks.detection_data import Pictures, paint_shapes, read_coco
+from reproduction.benchmarks.detection_fit import Fit, Recipe, find, fit, score, steps_within
+from reproduction.benchmarks.recording import machine, parser, table
 
+HEAD = (
+    "detector", "seed", "GMACs", "share", "box AP", "AP50", "AP75", "mask AP", "AP50", "steps",
+)  # fmt: skip
 PARTS = ("coco_ssdlite", "coco_mask_rcnn", "shapes_ssdlite", "shapes_mask_rcnn")
 
 
@@ -86,7 +87,7 @@ class Study:
         """Everything that is known of the part, and the table of all parts."""
         known = {"part": self.part, "machine": machine(self.device), "runs": self.rows}
         (self.output / f"{self.part}.json").write_text(json.dumps(known, indent=1))
-        (self.output / "results.md").write_text(table(self.output))
+        (self.output / "results.md").write_text(page_of(self.output))
 
     def coco_ssdlite(self) -> None:
         side = self.options.side or 320
@@ -267,28 +268,59 @@ class Study:
         return {"seconds": self.options.seconds or seconds}
 
 
+def page_of(folder: Path) -> str:
+    """All parts that are there, as Markdown."""
+    lines = ["# Detection with and without token merging", ""]
+    for path in sorted(folder.glob("*.json")):
+        known = json.loads(path.read_text())
+        if not isinstance(known, dict) or "runs" not in known:
+            continue
+        lines += [f"## {known['part']}", "", ", ".join(known["machine"].values()), ""]
+        rows: list[list[str]] = []
+        whole = next((r["gmacs"] for r in known["runs"] if r["variant"] == "original"), None)
+        for row in known["runs"]:
+            share = "" if whole is None else f"{row['gmacs'] / whole:.3f}"
+            box, mask = row["box"], row.get("mask")
+            cells = [f"{row['variant']} {row['backbone']}", str(row["seed"]), f"{row['gmacs']:.3f}"]
+            cells += [share, *(f"{100 * box[key]:.1f}" for key in ("ap", "ap50", "ap75"))]
+            cells += ["", ""] if mask is None else [f"{100 * mask[k]:.1f}" for k in ("ap", "ap50")]
+            rows.append([*cells, str(row["steps"])])
+        lines += [table(HEAD, rows), ""]
+    return "\n".join(lines)
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """Scores in one line."""
+    parts = [
+        f"{kind} AP {100 * found[kind]['ap']:.1f} AP50 {100 * found[kind]['ap50']:.1f}"
+        for kind in ("box", "mask")
+        if kind in found
+    ]
+    return ", ".join(parts)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the parts that the command line names."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--coco", help="a .zip of images and instances.json")
-    parser.add_argument("--ratio", type=float, default=0.7, help="share of the backbone's MACs")
-    parser.add_argument("--variants", nargs="+", help="shapes: which of its rows")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="shapes: one run each")
-    parser.add_argument("--seconds", type=float, help="training time of a run (180, 270, 80, 80)")
-    parser.add_argument("--steps", type=int, help="training steps of a run, instead of seconds")
+    given = parser(__doc__)
+    given.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    given.add_argument("--output", required=True)
+    given.add_argument("--coco", help="a .zip of images and instances.json")
+    given.add_argument("--ratio", type=float, default=0.7, help="share of the backbone's MACs")
+    given.add_argument("--variants", nargs="+", help="shapes: which of its rows")
+    given.add_argument("--seeds", nargs="+", type=int, default=[0], help="shapes: one run each")
+    given.add_argument("--seconds", type=float, help="training time of a run (180, 270, 80, 80)")
+    given.add_argument("--steps", type=int, help="training steps of a run, instead of seconds")
     for name, kind in (("--lr", float), ("--batch", int), ("--device", str)):
-        parser.add_argument(name, type=kind)
-    parser.add_argument("--side", type=int, help="input side (320; Mask R-CNN 480, shapes 256)")
-    parser.add_argument("--painted", type=int, default=160, help="side of generated images")
-    parser.add_argument("--images", type=int, default=4000)
-    parser.add_argument("--val-images", type=int, default=500)
-    parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--width", type=int, default=256, help="of Mask R-CNN's heads")
-    parser.add_argument("--ssdlite-backbone", default="mobilevit_s")
-    parser.add_argument("--mask-rcnn-backbone", default="efficientvit_b1")
-    options = parser.parse_args(arguments)
+        given.add_argument(name, type=kind)
+    given.add_argument("--side", type=int, help="input side (320; Mask R-CNN 480, shapes 256)")
+    given.add_argument("--painted", type=int, default=160, help="side of generated images")
+    given.add_argument("--images", type=int, default=4000)
+    given.add_argument("--val-images", type=int, default=500)
+    given.add_argument("--classes", type=int, default=10)
+    given.add_argument("--width", type=int, default=256, help="of Mask R-CNN's heads")
+    given.add_argument("--ssdlite-backbone", default="mobilevit_s")
+    given.add_argument("--mask-rcnn-backbone", default="efficientvit_b1")
+    options = given.parse_args(arguments)
     study = Study(options)
     if study.device.type == "cuda":
         torch.set_float32_matmul_precision("high")

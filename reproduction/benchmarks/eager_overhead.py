@@ -3,13 +3,11 @@
 In eager mode a GPU often waits for the processor. Here Triton compiles for a GPU that is not there,
 a driver stands in for NVIDIA's, and tokens are few and narrow: little but overhead is left.
 
-python reproduction/benchmarks/eager_overhead.py --output results/eager_overhead.json
+python -m reproduction.benchmarks.eager_overhead --output results/eager_overhead.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 import ltm
 from ltm.kernels import dispatch
+from reproduction.benchmarks.recording import parser, write_json
 
 SIDE, CLASSES = 64, 10
 SITES, COUNTS = (3, 5, 8), (14, 12, 9)
@@ -80,10 +79,10 @@ def network(config: ltm.LTM | None, statistics_of: DataLoader[Any] | None = None
 
 def main() -> None:
     """Print the table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=400)
+    options.add_argument("--output", type=Path)
+    arguments = options.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(_Driver())
@@ -116,10 +115,10 @@ def main() -> None:
             "microseconds": median,
             "rounds": arguments.rounds,
             "versions": {m.__name__: m.__version__ for m in (torch, triton, timm)},
-            "command": "python reproduction/benchmarks/eager_overhead.py",
+            "command": "python -m reproduction.benchmarks.eager_overhead",
             "seed": 0,
         }
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """Train the small networks that come with the package and show themselves in `ltm serve`.
 
-    python reproduction/benchmarks/embedded_networks.py --output runs/embedded
+    python -m reproduction.benchmarks.embedded_networks --output runs/embedded
 
 Generated shapes of 20 classes at 96 px, a fixed seed, one core, about a quarter of an hour each.
 Weights go into the package in half precision. Their accuracy, as stored, is that on 1,000 images of
 the test split; which epoch is kept was decided on others.
 """
 
-import argparse
 import dataclasses
-import json
 from pathlib import Path
 
 import torch
@@ -30,6 +28,7 @@ from ltm.training.settings import (
     TrainSettings,
 )
 from ltm.web.embedded import CLASSES, EMBEDDED, SIDE, embedded_network, weights_path
+from reproduction.benchmarks.recording import parser, write_json
 
 VAL_IMAGES = 1000
 SOURCE = f"shapes:classes={CLASSES},size={SIDE},images=8000,val_images={VAL_IMAGES}"
@@ -67,18 +66,18 @@ def accuracy(name: str) -> float:
 
 def main() -> None:
     """Train, keep, measure and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--networks", nargs="+", default=list(EMBEDDED), choices=list(EMBEDDED))
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("runs/embedded"))
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--networks", nargs="+", default=list(EMBEDDED), choices=list(EMBEDDED))
+    options.add_argument("--epochs", type=int, default=12)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--output", type=Path, default=Path("runs/embedded"))
+    args = options.parse_args()
     for name in args.networks:
         run = args.output / name.lower()
         train(settings(name, args.epochs, args.seed), run, resume="auto")
         keep(name, run)
     report = {
-        "command": f"python reproduction/benchmarks/embedded_networks.py --epochs {args.epochs}",
+        "command": f"python -m reproduction.benchmarks.embedded_networks --epochs {args.epochs}",
         "seed": args.seed,
         "images": SOURCE,
         "networks": {
@@ -91,9 +90,7 @@ def main() -> None:
         },
         "environment": dataclasses.asdict(describe(torch.device("cpu"))),
     }
-    text = json.dumps(report, indent=1) + "\n"
-    (args.output / "embedded_networks.json").write_text(text, encoding="utf-8")
-    print(text)
+    write_json(args.output / "embedded_networks.json", report)
 
 
 if __name__ == "__main__":

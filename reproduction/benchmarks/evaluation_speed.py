@@ -1,13 +1,12 @@
 """Speed of `ltm.evaluation.accuracy.evaluate` against a bare timm loop, on the same images.
 
-    python reproduction/benchmarks/evaluation_speed.py --data imagenet/val --weights vit_tiny.safetensors
+    python -m reproduction.benchmarks.evaluation_speed --data imagenet/val --weights vit_tiny.safetensors
 
 The bare loop is timm's own: its loader, its transform, `model(images).argmax(1) == labels`. Both
 run in turns, several times; the evaluation must reach 90% of the loop's images per second. On a
 machine with other work to do, `--workers 0` gives a second, steadier figure: processor time.
 """
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -22,19 +21,20 @@ from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.evaluation.accuracy import evaluate, summarise
 from ltm.models import ModelSource
+from reproduction.benchmarks.recording import parser
 
 
 def main() -> None:
     """Run both in turns and print their speeds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="shapes:classes=1000,size=256,val_images=2000")
-    parser.add_argument("--model", default="vit_tiny_patch16_224")
-    parser.add_argument("--weights", type=Path)
-    parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=3)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--data", default="shapes:classes=1000,size=256,val_images=2000")
+    options.add_argument("--model", default="vit_tiny_patch16_224")
+    options.add_argument("--weights", type=Path)
+    options.add_argument("--images", type=int, default=2000)
+    options.add_argument("--batch-size", type=int, default=64)
+    options.add_argument("--workers", type=int, default=1)
+    options.add_argument("--turns", type=int, default=3)
+    args = options.parse_args()
 
     model = ModelSource(model=args.model, weights=args.weights).load(untrained=True)
     dataset: Any = open_dataset(args.data)

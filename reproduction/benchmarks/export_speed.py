@@ -1,6 +1,6 @@
 """Speed of exported LTM networks against their exported originals, in ONNX Runtime on a CPU.
 
-    python reproduction/benchmarks/export_speed.py --weights vit_tiny_patch16_224.safetensors
+    python -m reproduction.benchmarks.export_speed --weights vit_tiny_patch16_224.safetensors
 
 ViT-Ti has the weights given, ViT-S none: matching depends on the images, its cost does not. All
 files of a network and a batch size run in one loop, in turns; a speed-up is the median of the
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from export_report import write
 from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging, merge_tokens_
@@ -25,6 +24,7 @@ from ltm.deployment.information import describe
 from ltm.deployment.parity import compare
 from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.models import ModelSource, method_config
+from reproduction.benchmarks.recording import parser, write_page
 
 ORIGINAL = "original"
 METHODS = ("ltm", "ltm-static", "tome")
@@ -89,25 +89,24 @@ def _row(
 
 def main() -> None:
     """Export, time in turns, and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--weights", type=Path, help="weights of ViT-Ti; untrained without")
-    parser.add_argument("--ratio", type=float, default=0.7)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("results/export"))
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--weights", type=Path, help="weights of ViT-Ti; untrained without")
+    options.add_argument("--ratio", type=float, default=0.7)
+    options.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--output", type=Path, default=Path("results/export"))
+    args = options.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     weights = {"vit_tiny_patch16_224": args.weights, "vit_small_patch16_224": None}
     rows = [row for name, file in weights.items() for row in measure(name, file, args)]
     given = f" --weights {args.weights.name}" if args.weights else ""
-    write(
-        args.output,
-        "export_speed",
+    write_page(
+        args.output / "export_speed",
         title="Exported LTM against the exported original, ONNX Runtime, CPU",
-        command=f"python reproduction/benchmarks/export_speed.py{given}",
+        command=f"python -m reproduction.benchmarks.export_speed{given}",
         about={"seed": args.seed, "ratio": args.ratio, "rounds": args.rounds},
         columns={
             "model": "model",

@@ -1,6 +1,6 @@
 """Int8 versions of an exported LTM ViT-Ti: accuracy, size and speed against the float file.
 
-    python reproduction/benchmarks/int8_imagenet.py --weights vit_tiny_patch16_224.safetensors \\
+    python -m reproduction.benchmarks.int8_imagenet --weights vit_tiny_patch16_224.safetensors \\
         --data imagenet-val.zip
 
 Every image is evaluated and none by a file that was calibrated on it: the images are halved, and
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from export_report import write
 from torch import Tensor
 
 from ltm.api import merge_tokens_
@@ -30,6 +29,7 @@ from ltm.deployment.int8 import RECIPES, quantise_onnx
 from ltm.evaluation.accuracy import paired_interval
 from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.models import ModelSource, check_classes, method_config
+from reproduction.benchmarks.recording import parser, write_page
 
 FLOAT = "float"
 
@@ -60,17 +60,17 @@ def evaluate(runners: dict[str, OnnxModel], dataset: Any, spec: ImageSpec) -> di
 
 def main() -> None:
     """Export, quantise on one half, evaluate on the other, time in turns."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--recipes", nargs="+", default=["accurate", "small", "dynamic"])
-    parser.add_argument("--ratio", type=float, default=0.7)
-    parser.add_argument("--images", type=int)
-    parser.add_argument("--calibration-images", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("results/export"))
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--weights", type=Path, required=True)
+    options.add_argument("--data", required=True)
+    options.add_argument("--recipes", nargs="+", default=["accurate", "small", "dynamic"])
+    options.add_argument("--ratio", type=float, default=0.7)
+    options.add_argument("--images", type=int)
+    options.add_argument("--calibration-images", type=int, default=128)
+    options.add_argument("--rounds", type=int, default=25)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--output", type=Path, default=Path("results/export"))
+    args = options.parse_args()
     torch.manual_seed(args.seed)
     model = ModelSource(model="vit_tiny_patch16_224", weights=args.weights).load()
     merge_tokens_(model, method_config("ltm", args.ratio))
@@ -79,11 +79,10 @@ def main() -> None:
     check_classes(model, parts[0].class_names, args.data)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(model, spec, parts, Path(folder), args)
-    write(
-        args.output,
-        "int8_imagenet",
+    write_page(
+        args.output / "int8_imagenet",
         title=f"Int8 LTM ViT-Ti at {args.ratio:g} of the MACs, ImageNet-1k validation images",
-        command=f"python reproduction/benchmarks/int8_imagenet.py --weights {args.weights.name} "
+        command=f"python -m reproduction.benchmarks.int8_imagenet --weights {args.weights.name} "
         f"--data {Path(args.data).name}",
         about={"seed": args.seed, "calibration_images": args.calibration_images},
         columns={

@@ -1,16 +1,15 @@
 """Time the forms of a merge against the dense one, interleaved: cost follows the form, not n x p.
 
-python reproduction/benchmarks/merge_forms.py --output results/merge_forms.json
+python -m reproduction.benchmarks.merge_forms --output results/merge_forms.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from ltm.core.matching import match_alternate, merge_in_order
 from ltm.core.merge import DenseMerge, GridMerge, kronecker
 from ltm.core.support import axis_candidates, choose, initial_logits, support_matrix
+from reproduction.benchmarks.recording import parser, write_json
 
 
 def axis(num_in: int, num_out: int) -> torch.Tensor:
@@ -26,7 +26,7 @@ def axis(num_in: int, num_out: int) -> torch.Tensor:
     return support_matrix(choose(initial_logits(candidates)), candidates, num_in).detach()
 
 
-def interleaved(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median milliseconds of each case, the cases taking turns."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds + 2):
@@ -40,10 +40,10 @@ def interleaved(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str
 
 def main() -> None:
     """Print the table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--output", type=Path)
+    arguments = options.parse_args()
     torch.manual_seed(0)
     side, merged, width, batch = 56, 49, 96, 8
     x = torch.randn(batch, side * side, width)
@@ -69,13 +69,13 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
-        "command": "python reproduction/benchmarks/merge_forms.py",
+        "command": "python -m reproduction.benchmarks.merge_forms",
         "seed": 0,
     }
-    print(json.dumps(result, indent=2))
     if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(arguments.output, result)
+    else:
+        print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Memory of `ltm serve` over many requests: 200 in a row, then 8 at once, again and again.
 
-    python reproduction/benchmarks/serve_load.py
+    python -m reproduction.benchmarks.serve_load
 
 The command runs in a process of its own; requests go through its API as the page's do: a picture
 is uploaded, merged, drawn and timed. Settings are drawn at random, from more of them than the
 server keeps merging networks for. What is reported is the process's resident memory (Linux).
 """
 
-import argparse
 import os
 import random
 import re
@@ -22,12 +21,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from export_report import write
 from gradio_client import Client, handle_file
 
 from ltm.data.shapes import example_pictures
 from ltm.web.embedded import EMBEDDED, display_name
 from ltm.web.networks import KEPT
+from reproduction.benchmarks.recording import parser, write_page
 
 SETTINGS = list(product(map(display_name, EMBEDDED), ("LTM", "ToMe"), (0.6, 0.7, 0.8, 0.9), (1, 3)))
 AT_ONCE = 8
@@ -105,19 +104,18 @@ def measure(requests: int, bursts: int, seed: int, folder: Path) -> list[dict[st
 
 def main() -> None:
     """Run, and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--bursts", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("results/export"))
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--requests", type=int, default=200)
+    options.add_argument("--bursts", type=int, default=12)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--output", type=Path, default=Path("results/export"))
+    args = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args.requests, args.bursts, args.seed, Path(folder))
-    write(
-        args.output,
-        "serve_load",
+    write_page(
+        args.output / "serve_load",
         title="Memory of `ltm serve` over many requests",
-        command="python reproduction/benchmarks/serve_load.py",
+        command="python -m reproduction.benchmarks.serve_load",
         about={"seed": args.seed, "settings": len(SETTINGS), "kept_networks": KEPT},
         columns={"after": "after", "megabytes": "resident MB", "seconds_each": "s per request"},
         rows=rows,

@@ -4,12 +4,11 @@ Every call of `ltm benchmark` is one network at one batch size. Calls of a wave 
 side and are timed one after the other, so that nothing is prepared while something is timed. Rows
 that are there already are left out; a call that fails or takes too long leaves the others alone.
 
-python reproduction/benchmarks/speed_grid.py
+python -m reproduction.benchmarks.speed_grid
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import subprocess
@@ -19,6 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from reproduction.benchmarks.recording import parser
 
 VITS = ("vit_base_patch16_224", "vit_small_patch16_224")
 GRIDS = (
@@ -135,17 +136,17 @@ def run(wave: Sequence[Call], output: Path, seconds: float, options: Sequence[st
 
 def main() -> None:
     """Go through the waves of every part."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("results/speed"))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--models", nargs="+", choices=(*VITS, *GRIDS), default=(*VITS, *GRIDS))
-    parser.add_argument("--batch-sizes", nargs="+", type=int, help="all of the parts unless given")
-    parser.add_argument("--processes", type=int, default=8, help="calls that get ready at once")
-    parser.add_argument("--seconds", type=float, default=900, help="longest time for a wave")
-    parser.add_argument("--minutes", type=float, help="start no further wave after this many")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    parser.add_argument("options", nargs="*", help="after --: further options of ltm benchmark")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--output", type=Path, default=Path("results/speed"))
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument("--models", nargs="+", choices=(*VITS, *GRIDS), default=(*VITS, *GRIDS))
+    options.add_argument("--batch-sizes", nargs="+", type=int, help="all of the parts unless given")
+    options.add_argument("--processes", type=int, default=8, help="calls that get ready at once")
+    options.add_argument("--seconds", type=float, default=900, help="longest time for a wave")
+    options.add_argument("--minutes", type=float, help="start no further wave after this many")
+    options.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    options.add_argument("options", nargs="*", help="after --: further options of ltm benchmark")
+    args = options.parse_args()
     began = time.monotonic()
     for part in args.parts:
         calls = [

@@ -1,13 +1,12 @@
 """How much of a network's traffic merging can save: what is written before the first site.
 
-    python reproduction/benchmarks/traffic.py --output results/speed/traffic.md
+    python -m reproduction.benchmarks.traffic --output results/speed/traffic.md
 
 A network that is bound by memory rather than by arithmetic becomes about as much faster as it
 writes fewer values. Counted are the outputs of all layers, for one image, without and with LTM's
 static masks at 0.7 of the multiply-adds.
 """
 
-import argparse
 from pathlib import Path
 
 import timm
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import ltm
+from ltm.files import write_text
+from reproduction.benchmarks.recording import parser, table
 
 NETWORKS = (
     ("vit_base_patch16_224", 224),
@@ -26,6 +27,8 @@ NETWORKS = (
     ("efficientvit_b1", 224),
     ("efficientvit_b1", 288),
 )
+
+HEAD = ("network", "px", "MACs", "written before the first site", "in all", "by memory", "by MACs")
 
 
 @torch.no_grad()
@@ -48,7 +51,7 @@ def written(model: nn.Module, size: int) -> list[tuple[str, int]]:
     return found
 
 
-def row(name: str, size: int) -> str:
+def row(name: str, size: int) -> list[str]:
     """A network's row."""
     model = timm.create_model(name).eval()
     before = written(model, size)
@@ -61,28 +64,30 @@ def row(name: str, size: int) -> str:
         if one != other:
             break
         untouched += one[1]
-    return (
-        f"| {name} | {size} | {share:.3f} | {untouched / total:.3f} | {left / total:.3f} "
-        f"| {total / left:.2f}x | {1 / share:.2f}x |"
-    )
+    return [
+        name,
+        str(size),
+        f"{share:.3f}",
+        f"{untouched / total:.3f}",
+        f"{left / total:.3f}",
+        f"{total / left:.2f}x",
+        f"{1 / share:.2f}x",
+    ]
 
 
 def main() -> None:
     """Count all networks, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    output: Path = parser.parse_args().output
+    options = parser(__doc__)
+    options.add_argument("--output", type=Path, required=True)
+    output: Path = options.parse_args().output
     lines = [
         "# Values written by all layers, one image, LTM static at 0.7 of the multiply-adds",
         "",
-        f"timm {timm.__version__}, `python reproduction/benchmarks/traffic.py --output {output}`.",
+        f"timm {timm.__version__}, `python -m reproduction.benchmarks.traffic --output {output}`.",
         "",
-        "| network | px | MACs | written before the first site | in all | by memory | by MACs |",
-        "|---|---|---|---|---|---|---|",
-        *(row(name, size) for name, size in NETWORKS),
+        table(HEAD, (row(name, size) for name, size in NETWORKS)),
     ]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(output, "\n".join(lines) + "\n")
     print(output.read_text(encoding="utf-8"), flush=True)
 
 

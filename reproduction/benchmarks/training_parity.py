@@ -1,7 +1,7 @@
 """Train small networks from scratch with LTM and without any merging, on generated shapes.
 
-    python reproduction/benchmarks/training_parity.py --output results/training_parity
-    python reproduction/benchmarks/training_parity.py --output results/training_parity --device cuda \
+    python -m reproduction.benchmarks.training_parity --output results/training_parity
+    python -m reproduction.benchmarks.training_parity --output results/training_parity --device cuda \
         --images 8000 --epochs 40 --seeds 3 --batch-size 128 --workers 8
 
 The same network, images, order and augmentation, once with LTM at 0.7 of its MACs and once as it
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import tempfile
 import time
@@ -22,13 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from rich.console import Console
 
 from ltm.training.recipes import SCRATCH
 from ltm.training.run import train
 from ltm.training.settings import TrainSettings
+from reproduction.benchmarks.recording import machine, parser, plain, write_rows
 
 FAMILIES = {
     "vit": "ViT, 6 blocks, width 96",
@@ -126,47 +125,35 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def write(output: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Write all rows and the table."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    about = {
-        "settings": {k: str(v) for k, v in vars(arguments).items()},
-        "device": device or platform.machine(),
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "python": platform.python_version(),
-    }
-    output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**about, "rows": rows}, indent=1)
-    (output / "training_parity.json").write_text(text + "\n", encoding="utf-8")
+    about = {"settings": plain(arguments), **machine()}
     heading = (
         "# Trained from scratch on generated shapes, with LTM and without\n\n"
         f"{arguments.images} training and {arguments.val_images} held-out images of "
         f"{arguments.classes} classes at {arguments.size} px, {arguments.epochs} epochs; top-1 (%) "
         f"after the last epoch. {about['device']}, torch {torch.__version__}.\n\n"
     )
-    (output / "training_parity.md").write_text(heading + table(rows) + "\n", encoding="utf-8")
+    write_rows(output / "training_parity", about, rows, heading + table(rows))
 
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("results/training_parity"))
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--precision", choices=["32", "bf16"], default="32")
-    parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--val-images", type=int, default=1000)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--warm", type=float, default=0.1, help="share of epochs without merging")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after so many")
-    return parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--output", type=Path, default=Path("results/training_parity"))
+    options.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    options.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    options.add_argument("--precision", choices=["32", "bf16"], default="32")
+    options.add_argument("--classes", type=int, default=10)
+    options.add_argument("--size", type=int, default=64)
+    options.add_argument("--images", type=int, default=2000)
+    options.add_argument("--val-images", type=int, default=1000)
+    options.add_argument("--epochs", type=int, default=10)
+    options.add_argument("--warm", type=float, default=0.1, help="share of epochs without merging")
+    options.add_argument("--lr", type=float, default=1e-3)
+    options.add_argument("--batch-size", type=int, default=64)
+    options.add_argument("--workers", type=int, default=0)
+    options.add_argument("--seeds", type=int, default=1)
+    options.add_argument("--minutes", type=float, default=1e9, help="start no run after so many")
+    return options.parse_args()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Fine-tune a learned support on a frozen network, and compare with the same support untrained.
 
-    python reproduction/benchmarks/training_supports.py --weights vit_tiny_patch16_224.safetensors \
+    python -m reproduction.benchmarks.training_supports --weights vit_tiny_patch16_224.safetensors \
         --data imagenet-val.zip --output results/training_supports
 
 A trained ViT-Ti keeps its weights; LTM with a learned support takes it to a share of its MACs, and
@@ -11,15 +11,12 @@ have no images for validation.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 
@@ -30,6 +27,7 @@ from ltm.evaluation.accuracy import Outputs, evaluate, paired_interval
 from ltm.training.models import build
 from ltm.training.run import train
 from ltm.training.settings import TrainSettings, from_mapping
+from reproduction.benchmarks.recording import machine, parser, plain, write_rows
 
 
 def settings_of(options: argparse.Namespace, ratio: float) -> TrainSettings:
@@ -107,45 +105,30 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run all, writing after each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--weights", type=Path, required=True, help="ViT-Ti/16 in timm's keys")
-    parser.add_argument("--data", type=Path, required=True, help="images with labels")
-    parser.add_argument("--output", type=Path, default=Path("results/training_supports"))
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=0.2)
-    parser.add_argument("--epoch-images", type=int, default=0, help="0 for all")
-    parser.add_argument("--batch-size", type=int, default=50)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
+    arguments = parser(__doc__)
+    arguments.add_argument("--weights", type=Path, required=True, help="ViT-Ti/16 in timm's keys")
+    arguments.add_argument("--data", type=Path, required=True, help="images with labels")
+    arguments.add_argument("--output", type=Path, default=Path("results/training_supports"))
+    arguments.add_argument("--ratios", type=float, nargs="+", default=[0.5])
+    arguments.add_argument("--epochs", type=int, default=6)
+    arguments.add_argument("--lr", type=float, default=0.2)
+    arguments.add_argument("--epoch-images", type=int, default=0, help="0 for all")
+    arguments.add_argument("--batch-size", type=int, default=50)
+    arguments.add_argument("--workers", type=int, default=0)
+    arguments.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    options = arguments.parse_args()
     rows: list[dict[str, Any]] = []
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     for ratio in options.ratios:
         rows.append(run_once(options, ratio))
-        about = {
-            "settings": {
-                name: value.name if isinstance(value, Path) else value
-                for name, value in vars(options).items()
-            },
-            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-            "python": platform.python_version(),
-            "rows": rows,
-        }
-        text = json.dumps(about, indent=1) + "\n"
-        (options.output / "training_supports.json").write_text(text, encoding="utf-8")
+        about = {"settings": plain(options), **machine(None if on_gpu else torch.device("cpu"))}
         heading = (
             "# A learned support on a frozen ViT-Ti, untrained and fine-tuned\n\n"
             f"{options.weights.stem}, {options.data.stem}; {options.epochs} epochs of the mask "
             f"modules alone; top-1 (%) and loss on {rows[0]['num_images']:,} held-out images.\n\n"
         )
         page = heading + table(rows) + "\n"
-        (options.output / "training_supports.md").write_text(page, encoding="utf-8")
+        write_rows(options.output / "training_supports", about, rows, page)
         print(page, flush=True)
 
 

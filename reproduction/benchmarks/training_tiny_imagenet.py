@@ -1,6 +1,6 @@
 """Fine-tune ViT-Ti on Tiny-ImageNet, then LTM and LTMP on it; epoch times; the loader's speed.
 
-    python reproduction/benchmarks/training_tiny_imagenet.py --data tiny-imagenet.zip \
+    python -m reproduction.benchmarks.training_tiny_imagenet --data tiny-imagenet.zip \
         --weights vit_tiny_patch16_224.safetensors --output results/training_tiny_imagenet
 
 Needs a GPU. Every part is written down as soon as it is done (`training_tiny_imagenet.json` and
@@ -13,11 +13,11 @@ import argparse
 import csv
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import islice
@@ -28,7 +28,6 @@ import timm
 import torch
 from rich.console import Console
 from torch import nn
-from training_report import Report, Row
 
 from ltm.api import fit_, measure_share, report as report_of
 from ltm.data.datasets import Splits, open_splits
@@ -41,6 +40,7 @@ from ltm.training.settings import TrainingData, TrainSettings, from_mapping
 from ltm.training.statistics import start_statistics_
 from ltm.training.trainer import Loaders, Trainer
 from ltm.training.validation import evaluate
+from reproduction.benchmarks.recording import machine, parser, write_rows
 
 LIGHT = {
     "scale": [0.6, 1.0],
@@ -56,6 +56,80 @@ METHODS = {
     "LTM, learned support": {"method": "ltm", "method_options": ["support=learned"]},
     "LTMP": {"method": "ltmp"},
 }
+
+Row = dict[str, Any]
+
+
+class Report:
+    """Rows and timings, written after every part."""
+
+    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
+        self.folder, self.about = folder, about
+        self.rows: list[Row] = []
+        self.loader: list[Row] = []
+        self.failures: list[str] = []
+
+    def part(self, name: str, run: Callable[[], None]) -> None:
+        """Run one part; what it raises is noted and goes no further."""
+        start = time.perf_counter()
+        print(f"--- {name}", flush=True)
+        try:
+            run()
+        except Exception:  # noqa: BLE001 - the parts after it do not depend on this one
+            self.failures.append(f"{name}: {traceback.format_exc()}")
+            print(self.failures[-1], flush=True)
+        print(f"--- {name}: {time.perf_counter() - start:.0f} s", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write JSON and Markdown."""
+        tables = (self._heading(), self._accuracy(), self._times(), self._loading())
+        about = {**self.about, "loader": self.loader, "failures": self.failures}
+        path = self.folder / "training_tiny_imagenet"
+        write_rows(path, about, self.rows, "\n\n".join(tables))
+
+    def _heading(self) -> str:
+        return (
+            "# ViT-Ti on Tiny-ImageNet: LTM and LTMP fine-tuned\n\n"
+            f"{self.about['device']}, torch {self.about['torch']}, timm {self.about['timm']}, "
+            f"{self.about['precision']}, batch {self.about['batch_size']}, input "
+            f"{self.about['image_size']} px. Only mask modules train after the base."
+        )
+
+    def _accuracy(self) -> str:
+        lines = [
+            "| network | epochs | share of MACs | top-1 (%) | trained parameters |",
+            "|" + "---|" * 5,
+        ]
+        for row in self.rows:
+            share = "" if row["mac_share"] is None else f"{row['mac_share']:.3f}"
+            top1, trained = f"{100 * row['top1']:.2f}", f"{row['trained']:,}"
+            lines.append(f"| {row['name']} | {row['epochs']} | {share} | {top1} | {trained} |")
+        return "\n".join(lines)
+
+    def _times(self) -> str:
+        """Seconds per epoch: the median of the longer runs, after their first epoch."""
+        lines = [
+            "| network | s/epoch, training | s/epoch with statistics | of LTMP's | images/s |",
+            "|" + "---|" * 5,
+        ]
+        longest = {row["name"]: row for row in self.rows if row["epochs"] > 1}
+        reference = longest.get("LTMP", {}).get("seconds_all")
+        for name, row in longest.items():
+            ratio = f"{row['seconds_all'] / reference:.3f}" if reference and "LTM" in name else ""
+            lines.append(
+                f"| {name} | {row['seconds']:.2f} | {row['seconds_all']:.2f} | {ratio} "
+                f"| {row['images_per_second']:.0f} |"
+            )
+        return "\n".join(lines)
+
+    def _loading(self) -> str:
+        lines = ["| loop, ViT-S at 224 px | images/s | share of pre-loaded |", "|" + "---|" * 3]
+        fastest = max((r["images_per_second"] for r in self.loader if r["preloaded"]), default=0.0)
+        for row in self.loader:
+            share = f"{row['images_per_second'] / fastest:.3f}" if fastest else ""
+            lines.append(f"| {row['name']} | {row['images_per_second']:.0f} | {share} |")
+        return "\n".join(lines)
 
 
 def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> TrainSettings:
@@ -282,28 +356,26 @@ def loading(report: Report, options: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="tiny-imagenet.zip or its folder")
-    parser.add_argument("--weights", type=Path, required=True, help="ViT-Ti/16 in timm's keys")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--precision", choices=["32", "bf16", "16"], default="bf16")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--ratio", type=float, default=0.7)
-    parser.add_argument("--base-epochs", type=int, default=5)
-    parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--loader-batch", type=int, default=256)
-    parser.add_argument("--loader-epochs", type=int, default=3)
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--data", type=Path, required=True, help="tiny-imagenet.zip or its folder")
+    options.add_argument("--weights", type=Path, required=True, help="ViT-Ti/16 in timm's keys")
+    options.add_argument("--output", type=Path, required=True)
+    options.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    options.add_argument("--precision", choices=["32", "bf16", "16"], default="bf16")
+    options.add_argument("--image-size", type=int, default=224)
+    options.add_argument("--batch-size", type=int, default=128)
+    options.add_argument("--workers", type=int, default=8)
+    options.add_argument("--ratio", type=float, default=0.7)
+    options.add_argument("--base-epochs", type=int, default=5)
+    options.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
+    options.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    options.add_argument("--loader-batch", type=int, default=256)
+    options.add_argument("--loader-epochs", type=int, default=3)
+    options.add_argument(
         "--parts", nargs="+", choices=["loader", "training"], default=["loader", "training"]
     )
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no part after so many")
-    return parser.parse_args()
+    options.add_argument("--minutes", type=float, default=1e9, help="start no part after so many")
+    return options.parse_args()
 
 
 def main() -> None:
@@ -312,10 +384,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_float32_matmul_precision("high")
     about = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "python": platform.python_version(),
+        **machine(),
         "cores": os.cpu_count(),
         "precision": options.precision,
         "batch_size": options.batch_size,

@@ -1,7 +1,6 @@
 """COCO's averages: equal to pycocotools' on the same detections, and every edge handled."""
 
 import contextlib
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -246,23 +245,6 @@ def test_truth_without_masks_has_no_mask_scores() -> None:
     assert coco_scores(truth, results, "bbox").ap > 0
     with pytest.raises(ValueError, match="annotation 3: segmentation is missing"):
         coco_scores(truth, results, "segm")
-
-
-@pytest.mark.parametrize("kind", ["bbox", "segm"])
-def test_the_benchmarks_own_scores_are_the_same(kind: Any) -> None:
-    path = Path(__file__).parents[2] / "reproduction" / "benchmarks" / "detection_ap.py"
-    if not path.is_file():
-        pytest.skip("the benchmarks are not part of an installed package")
-    spec = importlib.util.spec_from_file_location("detection_ap", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    truth, results = scene(1)
-    ours, theirs = coco_scores(truth, results, kind), module.average_precision(truth, results, kind)
-    assert theirs["ap"] == pytest.approx(ours.ap, abs=1e-6)
-    assert theirs["ap50"] == pytest.approx(ours.ap50, abs=1e-6)
-    assert theirs["ap75"] == pytest.approx(ours.ap75, abs=1e-6)
 
 
 @pytest.mark.slow

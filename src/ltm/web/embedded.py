@@ -1,6 +1,6 @@
 """Networks that come with the package: small, trained on generated shapes, kept in half precision.
 
-`reproduction/benchmarks/embedded_networks.py` trains them anew.
+`python -m reproduction.benchmarks.embedded_networks` trains them anew.
 """
 
 from __future__ import annotations

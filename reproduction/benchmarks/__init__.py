@@ -1,0 +1,1 @@
+"""Measurements behind `results/`; each module is a command: `python -m reproduction.benchmarks.NAME`."""
