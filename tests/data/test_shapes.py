@@ -2,8 +2,16 @@ import numpy as np
 import pytest
 import torch
 
-from ltm.data.painting import DISTANCES, PATTERNS, paint
-from ltm.data.scenes import KINDS, MAX_CLASSES, TEXTURES, class_names, draw_scene
+from ltm.data.scenes import (
+    DISTANCES,
+    KINDS,
+    MAX_CLASSES,
+    PATTERNS,
+    TEXTURES,
+    class_names,
+    draw_scene,
+    paint,
+)
 from ltm.data.shapes import (
     ShapesClassification,
     ShapesDetection,

@@ -1,5 +1,5 @@
-"""Images and labels: folders, archives, shards, COCO files, and generated pictures.
+"""Images in, batches out: folders, archives, tar shards, Hugging Face, and generated pictures.
 
-Import from the modules: `classification` (the door to labelled images), `detection` (COCO),
-`shapes` (generated, no download), `loading` (batches), `config` (settings; imports nothing heavy).
+Import from the modules: `datasets` (open labelled images), `loading` (batches), `transforms`,
+`shapes` (generated, no download), `config` (settings; imports nothing heavy).
 """

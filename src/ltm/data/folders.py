@@ -41,13 +41,13 @@ def open_files(source: str | Path) -> Files | None:
     """Open a folder or a .zip archive; None if the source is neither."""
     path = Path(source)
     if path.is_dir():
-        return FolderFiles(path)
+        return _FolderFiles(path)
     if path.is_file() and path.suffix.lower() == ".zip":
-        return ZipFiles(path)
+        return _ZipFiles(path)
     return None
 
 
-class FolderFiles:
+class _FolderFiles:
     """Files of a folder on disk, links followed."""
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class FolderFiles:
         return (self.path / name).read_bytes()
 
 
-class ZipFiles:
+class _ZipFiles:
     """Members of a .zip archive, read without unpacking it.
 
     Each process opens the archive by itself when it first reads: forked workers that shared one

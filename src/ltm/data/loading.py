@@ -20,7 +20,6 @@ from ltm.data.sampling import Draw, EvaluationSampler, TrainingSampler, random_n
 from ltm.data.transforms import ImageSpec, evaluation_transform, training_transform
 
 _UNCHANGED = ImageSpec(mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
-_PREFETCHED_BATCHES = 4  # per worker
 
 T = TypeVar("T")
 Collate = Callable[[Sequence[Any]], Any]
@@ -167,7 +166,6 @@ def build_loader(
         pin_memory=device.type == "cuda" and torch.cuda.is_available(),
         num_workers=workers,
         persistent_workers=workers > 0,
-        prefetch_factor=_PREFETCHED_BATCHES if workers else None,
         # Its own, so that starting an epoch leaves the global generator alone.
         generator=torch.Generator().manual_seed(seed),
     )

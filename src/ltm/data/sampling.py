@@ -1,7 +1,7 @@
 """Which image comes when, and with which random numbers.
 
-Every training sample carries a key made of the seed, the epoch and its place in the epoch. Random
-augmentation is seeded with it, so that a run repeats exactly whatever the number of workers, and
+Every training sample carries a key made of the seed, the epoch and its position in the epoch.
+Random augmentation is seeded with it. So a run repeats exactly whatever the number of workers, and
 needs no state but the epoch's number to be resumed.
 """
 
@@ -116,9 +116,9 @@ class TrainingSampler(Sampler[Draw]):
         return self._draws(self.epoch, self._indices())
 
     def _draws(self, epoch: int, indices: list[int]) -> Iterator[Draw]:
-        for turn, index in enumerate(indices):
-            place = turn * self._world_size + self._rank
-            yield Draw(index, make_key(self.seed, epoch, place))
+        for step, index in enumerate(indices):
+            position = step * self._world_size + self._rank
+            yield Draw(index, make_key(self.seed, epoch, position))
 
     def _indices(self) -> list[int]:
         order = make_key(self.seed, self.epoch)

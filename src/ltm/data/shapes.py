@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 
 from ltm.data.images import ImageDataset, Transform
-from ltm.data.painting import Painting, paint
-from ltm.data.scenes import class_names, draw_scene
+from ltm.data.scenes import Painting, class_names, draw_scene, paint
 from ltm.data.targets import boxes_of, encode_mask, make_target
 
 _SPLITS = {"train": 0, "val": 1, "test": 2}

@@ -36,13 +36,13 @@ class LabelledShards:
 class ShardImages:
     """Images of tar shards, in the order of the shards as listed."""
 
-    def __init__(self, paths: Sequence[Path], places: Sequence[Sequence["_Place"]]) -> None:
+    def __init__(self, paths: Sequence[Path], extents: Sequence[Sequence["_Extent"]]) -> None:
         self.paths = tuple(paths)
-        self._ends = np.cumsum([len(found) for found in places])
-        self._places = np.array([p for found in places for p in found], np.int64).reshape(-1, 2)
+        self._ends = np.cumsum([len(found) for found in extents])
+        self._extents = np.array([e for found in extents for e in found], np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._extents)
 
     def name(self, index: int) -> str:
         """Say which image this is, counted within its shard."""
@@ -52,7 +52,7 @@ class ShardImages:
 
     def read(self, index: int) -> Image.Image:
         """Return the decoded image."""
-        offset, size = self._places[index].tolist()
+        offset, size = self._extents[index].tolist()
         with self.paths[self._shard(index)].open("rb") as file:
             file.seek(offset)
             return decode(file.read(size))
@@ -107,7 +107,7 @@ def open_shards(paths: Sequence[Path]) -> LabelledShards:
             f"{labels.max()}"
         )
     return LabelledShards(
-        ShardImages(paths, [shard.places for shard in indexed]),
+        ShardImages(paths, [shard.extents for shard in indexed]),
         labels,
         names or tuple(str(label) for label in range(labels.max() + 1)),
     )
@@ -118,7 +118,7 @@ def _listed_classes(path: Path) -> tuple[str, ...]:
     return tuple(text.removesuffix("\n").split("\n")) if text else ()
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     """Where a member's bytes are in its shard."""
 
     offset: int
@@ -128,7 +128,7 @@ class _Place(NamedTuple):
 class _Indexed(NamedTuple):
     """The images of one shard, in order."""
 
-    places: list[_Place]
+    extents: list[_Extent]
     labels: list[int]
 
 
@@ -141,13 +141,13 @@ def _index_shard(path: Path) -> _Indexed:
     found = _Indexed([], [])
     with path.open("rb") as file:
         for sample in group_by_keys(_members(path), handler=refuse):
-            found.places.append(_image(path, sample))
+            found.extents.append(_image(path, sample))
             found.labels.append(_label(path, file, sample))
     return found
 
 
 def _members(path: Path) -> Iterator[dict[str, Any]]:
-    """List the files of a shard as webdataset does, with places instead of contents."""
+    """List the files of a shard as webdataset does, with extents instead of contents."""
     end = path.stat().st_size
     try:
         with tarfile.open(path, "r:") as tar:
@@ -156,33 +156,33 @@ def _members(path: Path) -> Iterator[dict[str, Any]]:
                     continue
                 if member.offset_data + member.size > end:
                     raise tarfile.ReadError(f"{member.name} is cut off")
-                place = _Place(member.offset_data, member.size)
-                yield {"fname": member.name, "data": place, "__url__": str(path)}
+                extent = _Extent(member.offset_data, member.size)
+                yield {"fname": member.name, "data": extent, "__url__": str(path)}
     except tarfile.TarError as error:
         raise ValueError(f"{path} is no readable tar file ({error}); copy it again") from error
 
 
-def _image(path: Path, sample: dict[str, Any]) -> _Place:
-    for extension, place in sample.items():
+def _image(path: Path, sample: dict[str, Any]) -> _Extent:
+    for extension, extent in sample.items():
         if f".{extension}" in EXTENSIONS:
-            _check_size(path, f"{sample['__key__']}.{extension}", place, _MOST_IMAGE_BYTES)
-            return place
+            _check_size(path, f"{sample['__key__']}.{extension}", extent, _MOST_IMAGE_BYTES)
+            return extent
     parts = sorted(f".{name}" for name in sample if not name.startswith("__"))
     raise ValueError(f"{path}: {sample['__key__']} has {', '.join(parts)}, but no image among them")
 
 
 def _label(path: Path, file: Any, sample: dict[str, Any]) -> int:
-    key, place = sample["__key__"], sample.get("cls")
-    if place is None:
+    key, extent = sample["__key__"], sample.get("cls")
+    if extent is None:
         raise ValueError(f"{path}: {key} has no .cls file with its class index")
-    _check_size(path, f"{key}.cls", place, _MOST_LABEL_BYTES)
-    file.seek(place.offset)
-    label = file.read(place.size).strip()
+    _check_size(path, f"{key}.cls", extent, _MOST_LABEL_BYTES)
+    file.seek(extent.offset)
+    label = file.read(extent.size).strip()
     if not label.isdigit():
         raise ValueError(f"{path}: {key}.cls must hold a class index, not {label[:20]!r}")
     return int(label)
 
 
-def _check_size(path: Path, name: str, place: _Place, most: int) -> None:
-    if place.size > most:
-        raise ValueError(f"{path}: {name} has {place.size} bytes, but must have at most {most}")
+def _check_size(path: Path, name: str, extent: _Extent, most: int) -> None:
+    if extent.size > most:
+        raise ValueError(f"{path}: {name} has {extent.size} bytes, but must have at most {most}")
