@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import ltm
 from ltm.api import fit_, measure_share, mergers
-from ltm.calibration import Calibration, CalibrationResult, Settings
+from ltm.calibration import CalibrateResult, CalibrateSettings, Calibration
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import Outputs, as_row, evaluate, paired_interval, summarise
 from ltm.evaluation.images import load_batches, open_images
@@ -59,7 +59,7 @@ class Bench:
         self.original = Remembered(self.host)
         self.halves = self._halves()
         self.calibrations: dict[tuple[int, ltm.LTM], Calibration] = {}
-        self.results: dict[tuple[int, ltm.LTM, float], CalibrationResult] = {}
+        self.results: dict[tuple[int, ltm.LTM, float], CalibrateResult] = {}
 
     def _halves(self) -> tuple[Part, Part]:
         dataset = open_images(self.args.data, "val", self.args.images)
@@ -77,11 +77,11 @@ class Bench:
         """The images that a fold may look at: the half that it is not evaluated on."""
         return self.halves[1 - fold][0]
 
-    def calibrated(self, fold: int, budget: float, base: ltm.LTM) -> CalibrationResult:
+    def calibrated(self, fold: int, budget: float, base: ltm.LTM) -> CalibrateResult:
         """A schedule chosen on some of the images of the other half."""
         if (fold, base) not in self.calibrations:
             few = self.fitting(fold)[: self.args.calibration_images]
-            settings = Settings(num_trials=self.args.trials, seed=0)
+            settings = CalibrateSettings(trials=self.args.trials, seed=0)
             self.calibrations[fold, base] = Calibration(self.host, few, base, settings)
         if (fold, base, budget) not in self.results:
             start = time.perf_counter()

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
         token_counts as token_counts,
         unmerge_tokens_ as unmerge_tokens_,
     )
-    from ltm.calibration import calibrate as calibrate
+    from ltm.calibration.calibration import calibrate as calibrate
+    from ltm.calibration.result import CalibrateResult as CalibrateResult
+    from ltm.calibration.settings import CalibrateSettings as CalibrateSettings
     from ltm.core.bottleneck import (
         InformationBottleneck as InformationBottleneck,
         information_bottleneck as information_bottleneck,
     )
     from ltm.core.clustering import image_features as image_features
     from ltm.methods import LTM as LTM, LTMP as LTMP, ToFu as ToFu, ToMe as ToMe
+    from ltm.models import ModelSource as ModelSource
 
 __version__ = "0.1.0"
 
@@ -46,10 +49,13 @@ _HOMES = {
         "token_counts",
         "unmerge_tokens_",
     ),
-    "ltm.calibration": ("calibrate",),
+    "ltm.calibration.calibration": ("calibrate",),
+    "ltm.calibration.result": ("CalibrateResult",),
+    "ltm.calibration.settings": ("CalibrateSettings",),
     "ltm.core.bottleneck": ("InformationBottleneck", "information_bottleneck"),
     "ltm.core.clustering": ("image_features",),
     "ltm.methods": ("LTM", "LTMP", "ToFu", "ToMe"),
+    "ltm.models": ("ModelSource",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -10,6 +10,7 @@ Importing this module imports neither torch nor timm.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -34,6 +35,7 @@ from typing import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from ltm.methods import MethodConfig
@@ -505,19 +507,27 @@ class ModelSource:
         return model
 
 
-def open_model(model: nn.Module | str | Path | ModelSource, **options: Any) -> nn.Module:
+Network = Union["nn.Module", str, Path, "ModelSource"]
+"""A network; a folder that `ltm.save` wrote; a timm name, which means timm's own weights; or a
+`ModelSource`."""
+
+
+def open_model(model: Network, device: torch.device | None = None, **options: Any) -> nn.Module:
     """Take a network as it is, or load it.
 
     Args:
-        model: a network; a folder that `ltm.save` wrote; a timm name, which means timm's own
-            weights; or a `ModelSource`.
+        model: the network, or what names it.
+        device: where to; a network that is there already is copied, so that it stays where it is.
         options: of `ModelSource.load`.
     """
     source = source_of(model)
-    return cast("nn.Module", model) if source is None else source.load(**options)
+    if source is not None:
+        return source.load(**options).to(device)
+    network = cast("nn.Module", model)
+    return network if device is None else copy.deepcopy(network).to(device)
 
 
-def source_of(model: nn.Module | str | Path | ModelSource) -> ModelSource | None:
+def source_of(model: Network) -> ModelSource | None:
     """Where a network comes from; None for one that is there already."""
     if isinstance(model, ModelSource):
         return model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import ltm
 from ltm.adapters import select_adapter
 from ltm.adapters.planning import Planner
-from ltm.calibration import Calibration, Settings, Trial, calibrate
+from ltm.calibration import CalibrateSettings, Calibration, Trial, calibrate
 from ltm.calibration.latency import within_milliseconds
 from ltm.calibration.schedules import Setting, config_of
 from ltm.calibration.sequences import token_levels
@@ -20,7 +20,7 @@ from toys import pictures, size_of, toy
 pytestmark = pytest.mark.slow
 
 USUAL = CHOICES[0]
-QUICK = Settings(num_trials=8, num_sites=3)
+QUICK = CalibrateSettings(trials=8, sites=3)
 
 
 def sharpened(name: str) -> nn.Module:
@@ -108,9 +108,9 @@ def test_what_was_computed_before_changes_no_divergence(vit, images):
         Setting(3, 16, Choice("merge", 0.0)),
         Setting(4, 9, Choice("prune_redundant")),
     )
-    forgetful = Settings(memory_bytes=0, batch_size=20)
+    forgetful = CalibrateSettings(memory_bytes=0, batch_size=20)
     values = []
-    for settings in (Settings(batch_size=20), forgetful):
+    for settings in (CalibrateSettings(batch_size=20), forgetful):
         trials = Calibration(vit, images, None, settings).trials
         list(trials.stream(schedule[:2]))
         values.append(torch.cat(list(trials.stream(schedule))))
@@ -166,7 +166,7 @@ def test_alternate_matching_keeps_to_the_budget(vit, images):
 @pytest.mark.parametrize("name", [pytest.param("mobilevit", marks=pytest.mark.slow), "swin"])
 def test_grids_are_calibrated_too(name):
     model = toy(name)
-    settings = Settings(num_trials=2)
+    settings = CalibrateSettings(trials=2)
     result = calibrate(model, pictures(name, batch=32), budget=0.8, settings=settings,
                        image_size=size_of(name))  # fmt: skip
     report = ltm.merge_tokens_(model, result.config, size_of(name))
@@ -176,14 +176,14 @@ def test_grids_are_calibrated_too(name):
 
 
 def test_networks_without_classes_are_compared_by_their_features(images):
-    result = calibrate(toy("headless"), images, budget=0.8, settings=Settings(num_trials=1))
+    result = calibrate(toy("headless"), images, budget=0.8, settings=CalibrateSettings(trials=1))
     assert "cosine" in result.measure
     assert result.share <= 0.8
 
 
 def test_a_budget_in_milliseconds(vit, images):
     """On a clock that takes 10 ms for all multiply-adds, and 1 ms whatever is left."""
-    calibration = Calibration(vit, images, None, Settings(num_trials=2))
+    calibration = Calibration(vit, images, None, CalibrateSettings(trials=2))
 
     def clock(config: ltm.LTM) -> float:
         return 1 + 9 * ltm.merge_tokens_(copy.deepcopy(vit), config).share
@@ -201,27 +201,27 @@ def test_a_budget_in_milliseconds(vit, images):
 
 def test_time_is_measured_on_this_device(vit, images):
     with pytest.raises(ValueError, match=r"budget_ms: got 1e-06; merging tokens cannot go below"):
-        calibrate(vit, images, budget_ms=1e-6, settings=Settings(num_trials=1))
+        calibrate(vit, images, budget_ms=1e-6, settings=CalibrateSettings(trials=1))
 
 
 def test_a_default_schedule_that_suits_no_hardware_is_a_start_too(vit, images):
-    settings = Settings(num_trials=12, multiple=5)
+    settings = CalibrateSettings(trials=12, multiple=5)
     result = calibrate(vit, images, budget=0.7, settings=settings)
     refined = [trial for trial in result.history if trial.phase == "refinement"]
     assert len(refined) == 12
     assert all((count + 1) % 5 == 0 for count in result.config.counts)
-    assert len(result.config.sites) <= settings.num_sites
+    assert len(result.config.sites) <= settings.sites
 
 
 def test_a_default_schedule_that_loses_a_site_to_the_hardware_is_no_start(vit, images):
     """Of 14 and 3 tokens only the 13 are left: 3 is less than the smallest level, 6."""
-    settings = Settings(num_trials=1, num_sites=2, multiple=7)
+    settings = CalibrateSettings(trials=1, sites=2, multiple=7)
     result = calibrate(vit, images, budget=0.6, settings=settings)
     assert all(trial.share <= 0.6 for trial in result.history if trial.is_best)
 
 
 def test_the_last_block_pays_where_nobody_reads_its_patches(vit, images):
-    settings = Settings(num_trials=1, num_sites=4, multiple=1)
+    settings = CalibrateSettings(trials=1, sites=4, multiple=1)
     calibration = Calibration(vit, images, None, settings)
     last = len(vit.blocks) - 1
     [start] = calibration._without_last(0.7)
@@ -258,13 +258,13 @@ def test_what_cannot_be_is_refused(vit, images):
     with pytest.raises(ValueError, match="budget and budget_ms: give one of them"):
         calibrate(vit, images)
     with pytest.raises(ValueError, match="multiple: got 256; the network has 37 tokens"):
-        calibrate(vit, images, budget=0.7, settings=Settings(multiple=256))
+        calibrate(vit, images, budget=0.7, settings=CalibrateSettings(multiple=256))
     with pytest.raises(ValueError, match="a learned support on a sequence has no schedule"):
         calibrate(vit, images, budget=0.7, config=ltm.LTM(support="learned"))
     with pytest.raises(ValueError, match="time_batch: got 64, and 48 images"):
-        calibrate(vit, images, budget_ms=1.0, settings=Settings(time_batch=64))
-    with pytest.raises(ValueError, match="num_trials: got 0"):
-        Settings(num_trials=0)
+        calibrate(vit, images, budget_ms=1.0, settings=CalibrateSettings(time_batch=64))
+    with pytest.raises(ValueError, match="trials: got 0"):
+        CalibrateSettings(trials=0)
 
 
 def test_the_whole_budget_merges_nothing(vit, images):

@@ -1,7 +1,19 @@
 """Where a network merges, how much and how: chosen on unlabelled images, within a budget."""
 
-from ltm.calibration.calibrate import Calibration, calibrate
-from ltm.calibration.result import CalibrationResult, Trial
-from ltm.calibration.settings import Settings
+from importlib import import_module
 
-__all__ = ["Calibration", "CalibrationResult", "Settings", "Trial", "calibrate"]
+from ltm.calibration.settings import CalibrateSettings as CalibrateSettings, Settings as Settings
+
+_HOME_OF = {
+    "CalibrateResult": "result",
+    "Calibration": "calibration",
+    "Trial": "result",
+    "calibrate": "calibration",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name from its module when it is first used: settings are light, the rest is not."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ltm.calibration' has no attribute {name!r}")
+    return getattr(import_module(f"ltm.calibration.{_HOME_OF[name]}"), name)

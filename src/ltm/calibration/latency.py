@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ltm.api import freeze_, merge_tokens_
-from ltm.calibration.result import CalibrationResult
+from ltm.calibration.result import CalibrateResult
 from ltm.evaluation.modes import MODES
 from ltm.evaluation.timing import interleaved
 from ltm.methods import MethodConfig
@@ -60,14 +60,14 @@ class Clock:
 
 
 def within_milliseconds(
-    search: Callable[[float], CalibrationResult],
+    search: Callable[[float], CalibrateResult],
     sketch: Callable[[float], MethodConfig | None],
     clock: Callable[[MethodConfig], float],
     *,
     original: float,
     budget_ms: float,
     floor: float,
-) -> CalibrationResult:
+) -> CalibrateResult:
     """The best schedule that takes no longer than the budget.
 
     `search` finds the best schedule within a share, `sketch` a plausible one at once; `floor` is
@@ -81,7 +81,7 @@ def within_milliseconds(
             "nothing has to merge."
         )
     share = _share_for(sketch, clock, budget_ms=budget_ms, floor=floor)
-    tried: list[CalibrationResult] = []
+    tried: list[CalibrateResult] = []
     try:
         tried.extend(_corrections(search, clock, budget_ms, share, floor))
     except KeyboardInterrupt:
@@ -97,18 +97,18 @@ def within_milliseconds(
     return min(within, key=lambda found: found.divergence)
 
 
-def _time(found: CalibrationResult) -> float:
+def _time(found: CalibrateResult) -> float:
     assert found.milliseconds is not None
     return found.milliseconds
 
 
 def _corrections(
-    search: Callable[[float], CalibrationResult],
+    search: Callable[[float], CalibrateResult],
     clock: Callable[[MethodConfig], float],
     budget_ms: float,
     share: float,
     floor: float,
-) -> Iterator[CalibrationResult]:
+) -> Iterator[CalibrateResult]:
     """What is found within a share, timed, and within shares corrected by that time."""
     met = 0.0
     for _ in range(_CORRECTIONS):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
+from ltm.api import merge_tokens_, save
 from ltm.calibration.schedules import Schedule
+from ltm.evaluation.environment import describe
+from ltm.files import write_metrics
 from ltm.methods import MethodConfig
 
 Phase = Literal["sensitivity", "start", "refinement"]
@@ -28,8 +35,8 @@ class Trial:
     """Whether it was the best so far."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalibrationResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CalibrateResult:
     """The schedule that stays closest to the original within the budget. Print it."""
 
     config: MethodConfig
@@ -47,8 +54,13 @@ class CalibrationResult:
     interrupted: bool = False
     milliseconds: float | None = None
     """Per batch, where the budget was a time."""
+    model: nn.Module | None = field(default=None, compare=False)
+    """The network, without any merging."""
+    image_size: tuple[int, int] | None = None
+    data: str = ""
+    """Where the images are from."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         sites = zip(self.config.sites or (), self.config.counts or (), strict=True)
         before = "" if self.uncalibrated is None else f" (uncalibrated {self.uncalibrated:.4f})"
         time = "" if self.milliseconds is None else f", {self.milliseconds:.2f} ms a batch"
@@ -68,8 +80,28 @@ class CalibrationResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without the history."""
         values = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("config", "history")
+            entry.name: getattr(self, entry.name)
+            for entry in dataclasses.fields(self)
+            if entry.name not in ("config", "history", "model", "image_size", "data")
         }
         return {**values, "num_trials": len(self.history), "config": self.config.to_dict()}
+
+    def save(self, folder: str | Path, **about: object) -> Path:
+        """Write the network that merges as found, for `ltm.load` and --run, and metrics.json.
+
+        `about` is added to the metrics.
+        """
+        if self.model is None:
+            raise ValueError("model: this result has no network; merge_tokens_ takes its config")
+        network, device = copy.deepcopy(self.model), next(self.model.parameters()).device
+        merge_tokens_(network, self.config, self.image_size)
+        folder = save(network.cpu(), folder)
+        metrics = {
+            "data": self.data,
+            **about,
+            **self.to_dict(),
+            "environment": dataclasses.asdict(describe(device)),
+            "history": [dataclasses.asdict(trial) for trial in self.history],
+        }
+        write_metrics(folder, metrics)
+        return folder

@@ -1,8 +1,4 @@
-"""The command line `ltm`.
-
-A command is one file, `ltm/cli/<name>.py`, with a typed function `<name>`, and one line in
-`COMMANDS`. The function's signature is its options, its docstring, with an example, is its help.
-"""
+"""The command line `ltm`. `ltm.cli.commands` tells how a command is made."""
 
 import inspect
 import os

@@ -11,7 +11,7 @@ from ltm.evaluation.images import Partition
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ltm.calibration import CalibrationResult
+    from ltm.calibration import CalibrateResult
     from ltm.methods import MethodConfig
 
 
@@ -34,10 +34,9 @@ def why_not_calibrated(model: nn.Module, images: Partition) -> str:
 
 def choose_schedule(
     model: nn.Module, images: Tensor, config: MethodConfig, *, trials: int, seed: int
-) -> CalibrationResult:
+) -> CalibrateResult:
     """The schedule that stays closest to the original; Ctrl-C keeps the best so far."""
-    from ltm.calibration import calibrate
-    from ltm.calibration.calibrate import Settings
+    from ltm.calibration import CalibrateSettings, calibrate
 
     assert config.ratio is not None
     with counting("calibration") as step:
@@ -46,7 +45,7 @@ def choose_schedule(
             images,
             budget=config.ratio,
             config=config,
-            settings=Settings(num_trials=trials, seed=seed),
+            settings=CalibrateSettings(trials=trials, seed=seed),
             progress=lambda _: step(),
         )
 

@@ -60,7 +60,7 @@ class Comparison:
     """Unlabelled images that schedules and thresholds were chosen on; none of them is evaluated."""
     finetune_epochs: float
     calibration: dict[str, Any] | None = None
-    """The search for the schedule, as `CalibrationResult.to_dict` tells it."""
+    """The search for the schedule, as `CalibrateResult.to_dict` tells it."""
     seed: int
     command: str
     environment: Environment

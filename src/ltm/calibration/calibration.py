@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ltm.adapters import select_adapter
@@ -14,7 +17,7 @@ from ltm.api import conversion_of, image_size_of, is_merging, unmerge_tokens_
 from ltm.calibration.costs import CountedCost, SequenceCost
 from ltm.calibration.grids import Frame, GridSpace, Point, probe_grids
 from ltm.calibration.latency import Clock, within_milliseconds
-from ltm.calibration.result import CalibrationResult
+from ltm.calibration.result import CalibrateResult
 from ltm.calibration.schedules import Schedule, Setting, config_of
 from ltm.calibration.search import Progress, Search, Space
 from ltm.calibration.sensitivity import Sensitivity
@@ -26,49 +29,84 @@ from ltm.calibration.sequences import (
     probe_blocks,
     token_levels,
 )
-from ltm.calibration.settings import Settings, check_budget, check_images
+from ltm.calibration.settings import MIN_IMAGES, CalibrateSettings, check_images
 from ltm.calibration.trials import Trials
+from ltm.evaluation.images import load_batches, open_images
 from ltm.methods import DEFAULT, MethodConfig, methods
+from ltm.models import Network, Say, changed, method_config, open_model, require_least, silent
+from ltm.processes import local_device
+
+DEFAULTS = CalibrateSettings()
 
 
 def calibrate(
-    model: nn.Module,
-    images: Tensor,
+    model: Network,
+    data: str | Tensor,
+    settings: CalibrateSettings = DEFAULTS,
     *,
-    budget: float | None = None,
-    budget_ms: float | None = None,
     config: MethodConfig | None = None,
     image_size: int | tuple[int, int] | None = None,
-    settings: Settings | None = None,
     progress: Progress = lambda _: None,
-) -> CalibrationResult:
+    say: Say = silent,
+    **changes: Any,
+) -> CalibrateResult:
     """Find the schedule that keeps a network's outputs closest to what they are without merging.
 
-    The network itself is not changed: give the result's `config` to `merge_tokens_`.
+    The network itself is not changed: give the result's `config` to `merge_tokens_`, or `save`
+    the result, which writes a network that merges so.
 
     Args:
-        model: a network that `merge_tokens_` takes, merging already or not.
-        images: `b c h w`, normalised as the network expects; a few hundred, without labels.
-        budget: share of the original's multiply-adds, the mask modules included.
-        budget_ms: instead, milliseconds that a batch of `settings.time_batch` may take on the
-            model's device, as the frozen network does.
-        config: everything that is not searched, such as the weights; by default the
-            model's own, or `LTM()`.
+        model: a network that `merge_tokens_` takes, merging already or not; or its name.
+        data: where images are; or some, `b c h w`, normalised as the network expects.
+        settings: the budget, and how to search.
+        config: everything that is not searched, where `settings.method` does not say it.
         image_size: by default the model's own.
-        settings: how to search.
         progress: called after every trial. KeyboardInterrupt, from here or from the keyboard,
             ends the search and keeps the best so far.
+        say: told what is done, line by line.
+        changes: changes of the settings, such as `budget=0.7`.
     """
-    settings = settings or Settings()
-    if (budget is None) == (budget_ms is None):
-        raise ValueError("budget and budget_ms: give one of them.")
-    if budget is not None:
-        check_budget(budget)
-    check_images(images, image_size_of(model, image_size))
-    calibration = Calibration(model, images, config, settings, progress)
-    if budget is not None:
-        return calibration.within(budget)
-    assert budget_ms is not None
+    settings = changed(settings, changes)
+    if (settings.budget is None) == (settings.budget_ms is None):
+        raise ValueError(
+            "budget and budget_ms: give one of them (in a shell, give --budget or --budget-ms)."
+        )
+    if settings.method is not None:
+        config = method_config(settings.method)
+    images = data if isinstance(data, Tensor) else None
+    if images is None:
+        require_least("images", settings.images, MIN_IMAGES)
+    in_place = images is not None and isinstance(model, nn.Module)
+    device = None if in_place else local_device(settings.device)
+    network = open_model(model, device, merges=True, say=say)
+    if images is None:
+        images = _read_images(network, str(data), settings)
+        image_size = (images.shape[-2], images.shape[-1])
+    check_images(images, image_size_of(network, image_size))
+    calibration = Calibration(network, images, config, settings, progress)
+    return replace(
+        _searched(calibration, images),
+        model=calibration.model,
+        image_size=calibration.size,
+        data=data if isinstance(data, str) else f"{len(data)} images",
+    )
+
+
+def _read_images(model: nn.Module, data: str, settings: CalibrateSettings) -> Tensor:
+    """So many images, spread over the data, as the model expects them."""
+    dataset = open_images(data, settings.split, settings.images)
+    batches = load_batches(
+        dataset, data, model, batch_size=64, workers=settings.workers, labelled=False
+    )
+    return torch.cat([batch[0] for batch in batches])
+
+
+def _searched(calibration: Calibration, images: Tensor) -> CalibrateResult:
+    """The best schedule within the budget of the settings."""
+    settings = calibration.settings
+    if settings.budget is not None:
+        return calibration.within(settings.budget)
+    assert settings.budget_ms is not None
     if settings.time_batch > len(images):
         raise ValueError(
             f"time_batch: got {settings.time_batch}, and {len(images)} images; give as many images."
@@ -79,7 +117,7 @@ def calibrate(
         calibration.sketch,
         clock,
         original=clock.original,
-        budget_ms=budget_ms,
+        budget_ms=settings.budget_ms,
         floor=calibration.floor,
     )
 
@@ -92,7 +130,7 @@ class Calibration:
         model: nn.Module,
         images: Tensor,
         config: MethodConfig | None,
-        settings: Settings,
+        settings: CalibrateSettings,
         progress: Progress = lambda _: None,
     ) -> None:
         self.settings = settings
@@ -115,7 +153,7 @@ class Calibration:
         self.cost = kind(self.trials.planner, self.config)
         self.search = Search(self.trials, self.cost, seed=settings.seed, progress=progress)
 
-    def within(self, budget: float) -> CalibrationResult:
+    def within(self, budget: float) -> CalibrateResult:
         """The best schedule within a share of the multiply-adds."""
         if budget == 1:
             return self._result((), budget)
@@ -131,7 +169,7 @@ class Calibration:
             space = self._space(budget)
             for schedule in (*self._without_last(budget), *space.starts()):
                 self._start_from(schedule, budget)
-            self.search.refine(space, self.settings.num_trials)
+            self.search.refine(space, self.settings.trials)
         except KeyboardInterrupt:
             self.trials.tidy_()
             if self.search.best is None:
@@ -139,7 +177,7 @@ class Calibration:
             interrupted = True
         if self.search.best is None:
             raise ValueError(
-                f"budget: got {budget}; {self.settings.num_sites} sites at most, and token counts "
+                f"budget: got {budget}; {self.settings.sites} sites at most, and token counts "
                 "as asked for, cannot meet it."
             )
         return self._result(
@@ -175,7 +213,7 @@ class Calibration:
             suited = self._suited(sites)
             if not suited or suited[-1].count == last.count:
                 return None
-            return (*suited, last) if len(suited) < self.settings.num_sites else None
+            return (*suited, last) if len(suited) < self.settings.sites else None
 
         found = largest_within(default, self.cost, budget)
         return [] if found is None else [found]
@@ -236,7 +274,7 @@ class Calibration:
             below = [n for n in self.levels if n <= setting.count]  # pyright: ignore[reportOperatorIssue]
             if below and (not sites or below[-1] != sites[-1].count):
                 sites.append(dataclasses.replace(setting, count=below[-1]))
-        return tuple(sites) if len(sites) <= self.settings.num_sites else None
+        return tuple(sites) if len(sites) <= self.settings.sites else None
 
     def _space(self, budget: float) -> Space:
         if not self.on_sequence:
@@ -246,7 +284,7 @@ class Calibration:
             self.cost,
             budget,
             levels=self.levels,
-            num_sites=self.settings.num_sites,
+            num_sites=self.settings.sites,
             sensitivity=self._sensitivity,
             variants=self._variants,
         )
@@ -272,13 +310,13 @@ class Calibration:
         *,
         uncalibrated: float | None = None,
         interrupted: bool = False,
-    ) -> CalibrationResult:
+    ) -> CalibrateResult:
         config = config_of(schedule, self.config)
         plan = self.trials.planner.with_config(config).plan()
         share = plan.macs_after / plan.macs_before
         if share > budget + 1e-9:
             raise AssertionError(f"budget: {share} of the multiply-adds, {budget} allowed.")
-        return CalibrationResult(
+        return CalibrateResult(
             config=config,
             divergence=self.search.divergence if schedule else 0.0,
             uncalibrated=uncalibrated,

@@ -1,0 +1,68 @@
+"""What commands share. A command is a verb of the library with its settings read from words.
+
+How a command is made:
+
+1. The verb is a function of the library, `verb(model, data, settings=Settings(), **changes)`, in
+   the package it belongs to. `model` goes through `models.open_model`, `changes` through
+   `models.changed`. It prints nothing: a `say` that it is given gets plain lines.
+2. Its settings are a frozen, keyword-only dataclass in a module that imports no torch. Field
+   docstrings are the help, field names and defaults are those of the options.
+3. Its result is a frozen dataclass with `save(folder)` and a `__repr__` that a person reads.
+4. `ltm/__init__.py` names verb, settings and result, so that `ltm.verb` works in a notebook.
+5. `cli/<name>.py` has one function `<name>(source: Flat[ModelSource], settings: Flat[...], *,
+   data, output, overwrite)`. Its docstring holds an example. It checks the output folder, imports
+   and calls the verb with `say=say`, prints the result and saves it.
+6. `COMMANDS` gets a line. Bad input is an exception of `BAD_INPUT`: one sentence, exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import tyro
+
+INTERRUPTED = 130
+"""What a shell sees of a command that Ctrl-C stopped."""
+
+T = TypeVar("T")
+Flat = Annotated[T, tyro.conf.arg(name="")]
+"""A group of settings whose names are options as they are."""
+
+
+def say(line: str) -> None:
+    """Tell the user how far it is; one plain line."""
+    print(line, flush=True)
+
+
+def interrupted(line: str) -> NoReturn:
+    """End a command that Ctrl-C stopped, once it has kept what was done."""
+    say(line)
+    sys.exit(INTERRUPTED)
+
+
+def command_line(name: str, *groups: Any, **options: Any) -> str:
+    """The call that repeats a run: every option that differs from its default.
+
+    `groups` are settings, `options` further ones that were given.
+    """
+    words = ["ltm", name]
+    values = dict(options)
+    for group in groups:
+        fields = dataclasses.fields(group)
+        values |= {f.name: getattr(group, f.name) for f in fields if _is_given(group, f)}
+    for option, value in values.items():
+        flag = f"--{option.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, tuple):
+            words += [flag, *map(str, value)]
+        elif value is not None:
+            words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def _is_given(group: Any, field: dataclasses.Field[Any]) -> bool:
+    return getattr(group, field.name) != field.default
