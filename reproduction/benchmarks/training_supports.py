@@ -48,7 +48,8 @@ def settings_of(options: argparse.Namespace, ratio: float) -> TrainSettings:
             "optim": {"epochs": options.epochs, "lr": options.lr, "weight_decay": 0.0},
             "tune": {"trainable": "mergers"},
             "run": {"seed": 0, "device": options.device},
-        }
+        },
+        TrainSettings(),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
@@ -31,15 +31,15 @@ from torch import nn
 
 from ltm.api import fit_, measure_share, report as report_of
 from ltm.data.datasets import Splits, open_splits
-from ltm.data.loading import Batch, evaluation_loader, training_loader
+from ltm.data.loading import Batch, evaluation_loader
 from ltm.data.transforms import image_spec
+from ltm.training.classification import Classification, evaluate
 from ltm.training.fabric import make_fabric
 from ltm.training.models import build_model
 from ltm.training.run import train
 from ltm.training.settings import TrainingData, TrainSettings, from_mapping
 from ltm.training.statistics import start_statistics_
-from ltm.training.trainer import Loaders, Trainer
-from ltm.training.validation import evaluate
+from ltm.training.trainer import Trainer
 from reproduction.benchmarks.recording import machine, parser, write_rows
 
 LIGHT = {
@@ -148,7 +148,7 @@ def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> TrainS
     }
     for group, changes in groups.items():
         values[group] = values.get(group, {}) | changes
-    return from_mapping(values)
+    return from_mapping(values, TrainSettings())
 
 
 @cache
@@ -320,25 +320,17 @@ def loading(report: Report, options: argparse.Namespace) -> None:
     num_classes = splits.train.num_classes
     model: nn.Module = timm.create_model("vit_small_patch16_224", num_classes=num_classes)
     fabric.to_device(model)
-    loader = training_loader(
-        splits.train,
-        image_spec(settings.data, model),
-        settings.data,
-        settings.augment,
-        device=fabric.device,
-    )
-    held: Any = Preloaded(list(islice(loader, 8)), len(loader))
-    none: Any = Preloaded([], 0)
-    sources = {
-        name: Loaders(train=source, val=none, clean=lambda: none, num_classes=num_classes)
-        for name, source in {"pre-loaded": held, f"{options.workers} workers": loader}.items()
-    }
-    trainer = Trainer(fabric, settings, model, sources["pre-loaded"], Console(quiet=True))
+    task = Classification(settings, splits=splits)
+    task.open_data()
+    trainer = Trainer(fabric, task, model, Console(quiet=True))
+    held: Any = Preloaded(list(islice(trainer.batches, 8)), len(trainer.batches))
+    task.held_out = cast("Any", Preloaded([], 0))
+    sources = {"pre-loaded": held, f"{options.workers} workers": trainer.batches}
     speeds: dict[str, list[float]] = {name: [] for name in sources}
     # Each source's epochs in a row: workers have no other epoch in which to get ahead.
     turns = [name for _ in range(2) for name in sources for _ in range(options.loader_epochs + 1)]
     for epoch, name in enumerate(turns):
-        trainer.loaders = sources[name]
+        trainer.batches = sources[name]
         row = trainer.run_epoch(epoch)
         print(f"{name}: {row.images_per_second:.0f} images/s", flush=True)
         if epoch and turns[epoch - 1] == name:  # a first one starts workers and warms up

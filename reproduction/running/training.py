@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging
 from ltm.data.loading import training_loader
-from ltm.detection.run import train_detector
+from ltm.detection.task import train_detector
 from ltm.evaluation.accuracy import evaluate
 from ltm.evaluation.cost import num_parameters
 from ltm.files import write_text

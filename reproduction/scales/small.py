@@ -13,7 +13,6 @@ from ltm.data.config import AugmentConfig
 from ltm.detection.settings import (
     RECIPES,
     DetectionSettings,
-    detection_from_mapping,
 )
 from ltm.training.settings import (
     MergeSettings,
@@ -23,6 +22,7 @@ from ltm.training.settings import (
     TrainingData,
     TrainSettings,
     TuneSettings,
+    from_mapping,
 )
 from reproduction.paper_numbers import printed_shares
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
@@ -195,7 +195,7 @@ def _transfer(network: Network, source: str) -> TrainSettings:
 
 
 def _scenes(recipe: str, coco: str | None, epochs: int, batch: int) -> DetectionSettings:
-    return detection_from_mapping(
+    return from_mapping(
         {
             "detector": {"image_size": [128, 128]},
             "data": {"source": coco or _SHAPES, "batch_size": batch},

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ltm.data.config import AugmentConfig
-from ltm.detection.settings import RECIPES, DetectionSettings, detection_from_mapping
+from ltm.detection.settings import RECIPES, DetectionSettings
 from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
@@ -18,6 +18,7 @@ from ltm.training.settings import (
     TrainingData,
     TrainSettings,
     TuneSettings,
+    from_mapping,
 )
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
 
@@ -134,7 +135,7 @@ def _network(
 
 
 def _scenes(recipe: str, batch: int) -> DetectionSettings:
-    return detection_from_mapping(
+    return from_mapping(
         {
             "detector": {"image_size": [64, 64], "width": 32, "regions_per_image": 8},
             "data": {

@@ -1,12 +1,66 @@
 """A progress bar, silent where nobody watches; the first Ctrl-C keeps what is done."""
 
+from __future__ import annotations
+
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
+
+Advance = Callable[[str], None]
+"""Count an item; a text that is not empty replaces the one beside the bar."""
+
+
+@contextmanager
+def progress_bar(
+    title: str,
+    total: int | None,
+    *,
+    silent: bool = False,
+    console: Console | None = None,
+    transient: bool = False,
+) -> Iterator[Advance]:
+    """A bar on a terminal, and nothing elsewhere, so that logs stay clean.
+
+    Args:
+        title: What stands before the bar.
+        total: How many items there are, if that is known.
+        silent: Show nothing.
+        console: Where to show it; standard error by default.
+        transient: Remove the bar when it is done.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress as Bar,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = console or Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    hidden = silent or not console.is_terminal
+    with Bar(*columns, console=console, disable=hidden, transient=transient) as bar:
+        task = bar.add_task(title, total=total, text="")
+
+        def advance(text: str = "") -> None:
+            fields = {"text": text} if text else {}
+            bar.update(task, advance=1, **fields)  # pyright: ignore[reportArgumentType]
+
+        yield advance
 
 
 class Progress:
@@ -24,27 +78,14 @@ class Progress:
         return self._stop.is_set()
 
     def __call__(self, items: Iterable[T]) -> Iterator[T]:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress as Bar,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        hidden = self.silent or not console.is_terminal
+        total = len(items) if hasattr(items, "__len__") else None  # pyright: ignore[reportArgumentType]
         with (
-            Bar(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar,
+            progress_bar(self.description, total, silent=self.silent) as advance,
             interruptible(self._stop),
         ):
-            total = len(items) if hasattr(items, "__len__") else None  # pyright: ignore[reportArgumentType]
-            task = bar.add_task(self.description, total=total)
             for item in self._until_interrupted(items):
                 yield item
-                bar.advance(task)
+                advance("")
                 if self.interrupted:
                     return
 

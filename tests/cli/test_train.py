@@ -8,7 +8,7 @@ import pytest
 from ltm.cli import main
 from ltm.cli.train import starting_point
 from ltm.training.recipes import FINETUNE, SCRATCH
-from ltm.training.settings import read_settings
+from ltm.training.settings import TrainSettings, read_settings
 
 VIT = ("img_size=32", "patch_size=8", "embed_dim=16", "depth=3", "num_heads=2")
 TINY = [
@@ -33,7 +33,7 @@ def test_from_scratch_then_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "\x1b" not in text
     metrics = json.loads((tuned / "metrics.json").read_text())
     assert metrics["mac_share"] == pytest.approx(0.9, abs=0.05)
-    settings = read_settings(tuned / "config.yaml")
+    settings = read_settings(tuned / "config.yaml", TrainSettings())
     assert settings.tune.trainable == "mergers"
     assert settings.merge.method == "ltmp"
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ltm
-from ltm.detection.pyramid import Pyramid, build_pyramid, merging_network, size_arguments
+from ltm.api import merging_network
+from ltm.detection.pyramid import Pyramid, build_pyramid, size_arguments
 from ltm.methods import LTM, ToMe
 
 pytestmark = pytest.mark.slow

@@ -9,20 +9,19 @@ import pytest
 import torch
 from rich.console import Console
 
+from ltm.api import merging_network
 from ltm.data.shapes import ShapesDetection
-from ltm.detection.pyramid import merging_network
 from ltm.detection.settings import (
     RECIPES,
     DetectionSettings,
-    detection_from_mapping,
-    detection_yaml,
     find_detection_recipe,
-    read_detection_settings,
 )
-from ltm.detection.training import DetectionTrainer, detector_config, open_splits
+from ltm.detection.task import Detection, DetectionRow, detector_config
 from ltm.methods import LTM
 from ltm.training.fabric import make_fabric
 from ltm.training.non_finite import NonFiniteLossError
+from ltm.training.settings import from_mapping, read_settings, to_yaml
+from ltm.training.trainer import Trainer
 from written import write_coco_folder
 
 pytestmark = pytest.mark.slow
@@ -37,19 +36,19 @@ TINY = {
 
 
 def tiny(recipe: str = "shapes_ssdlite", **changes: Any) -> DetectionSettings:
-    settings = detection_from_mapping(TINY, RECIPES[recipe])
-    return detection_from_mapping(changes, settings)
+    settings = from_mapping(TINY, RECIPES[recipe])
+    return from_mapping(changes, settings)
 
 
-def trainer_of(settings: DetectionSettings) -> DetectionTrainer:
-    splits = open_splits(settings)
+def trainer_of(settings: DetectionSettings) -> Trainer:
+    task = Detection(settings)
+    task.open_data()
     torch.manual_seed(0)
-    model = detector_config(settings, splits.train.num_classes).build()
-    return DetectionTrainer(make_fabric(settings.run), settings, model, splits, Console(quiet=True))
+    return Trainer(make_fabric(settings.run), task, task.build(print), Console(quiet=True))
 
 
 def test_pytorch_lightning_does_as_well_as_lightning() -> None:
-    code = "import sys; sys.modules['lightning'] = None; import ltm.detection.run"
+    code = "import sys; sys.modules['lightning'] = None; import ltm.detection.task"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -66,8 +65,8 @@ def test_the_paper_s_recipes() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_settings_survive_their_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(detection_yaml(RECIPES[name]))
-    assert read_detection_settings(path, DetectionSettings()) == RECIPES[name]
+    path.write_text(to_yaml(RECIPES[name]))
+    assert read_settings(path, DetectionSettings()) == RECIPES[name]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_settings_survive_their_file(name: str, tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        detection_from_mapping(changes)
+        from_mapping(changes, DetectionSettings())
 
 
 def test_files_of_settings_that_cannot_be_read(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_files_of_settings_that_cannot_be_read(tmp_path: Path) -> None:
     for text, message in (("[", "no readable YAML"), ("5", "holds no settings")):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
-            read_detection_settings(path, DetectionSettings())
+            read_settings(path, DetectionSettings())
 
 
 def test_a_detector_is_what_its_settings_say() -> None:
@@ -107,7 +106,7 @@ def test_warm_epochs_do_not_merge_and_evaluation_is_due_at_the_end() -> None:
     trainer = trainer_of(tiny(merge={"warm_epochs": 1, "noise": 1.0}, eval_every=2))
     network = merging_network(trainer.model)
     assert network is not None
-    first, second = trainer.run_epoch(0), trainer.run_epoch(1)
+    first, second = (cast("DetectionRow", trainer.run_epoch(epoch)) for epoch in range(2))
     assert (first.merging, second.merging) == (False, True)
     assert first.box_ap is None
     assert second.box_ap is not None
@@ -141,7 +140,7 @@ def test_category_ids_with_gaps_come_back_in_the_results(tmp_path: Path) -> None
         .replace('{"id": 2, "name"', '{"id": 90, "name"')
     )
     trainer = trainer_of(tiny(data={"source": str(folder)}))
-    assert trainer.splits.val.category_ids == (1, 90)
+    assert cast("Detection", trainer.task).splits.val.category_ids == (1, 90)
     found = trainer.evaluate()
     assert {result["category_id"] for result in found.results} <= {1, 90}
     assert found.scores.num_images == 4

@@ -43,7 +43,7 @@ def tiny_values(**groups: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def tiny() -> Callable[..., TrainSettings]:
     """Make the settings of a tiny run."""
-    return lambda **groups: from_mapping(tiny_values(**groups))
+    return lambda **groups: from_mapping(tiny_values(**groups), TrainSettings())
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def tiny_file(tmp_path: Path) -> Callable[..., Path]:
 
     def write(**groups: dict[str, Any]) -> Path:
         path = tmp_path / "settings.yaml"
-        path.write_text(yaml.safe_dump(tiny_values(**groups)))
+        path.write_text(yaml.safe_dump(tiny_values(**groups), TrainSettings()))
         return path
 
     return write

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from ltm.training.run import train
-from ltm.training.settings import read_settings
+from ltm.training.settings import TrainSettings, read_settings
 from ltm.training.trainer import Trainer
 
 
@@ -30,4 +30,4 @@ if __name__ == "__main__":
     settings, output, *rest = sys.argv[1:]
     if rest:
         die_at(int(rest[1]), int(rest[2]))
-    train(read_settings(Path(settings)), output, console=Console(quiet=True))
+    train(read_settings(Path(settings), TrainSettings()), output, console=Console(quiet=True))

@@ -58,7 +58,7 @@ def test_a_run_leaves_all_that_it_promises(tiny: Tiny, tmp_path: Path, quiet: Co
     settings = tiny(merge={"warm_epochs": 1}, optim={"epochs": 3})
     result = train(settings, tmp_path / "run", console=quiet)
     folder = result.folder
-    assert read_settings(folder / "config.yaml") == settings
+    assert read_settings(folder / "config.yaml", TrainSettings()) == settings
     rows = read_log(folder)
     assert [row["merging"] for row in rows] == ["False", "True", "True"]
     assert [float(row["noise"]) for row in rows] == [0.0, 1.0, 0.0]
@@ -259,8 +259,8 @@ def test_thresholds_are_set_and_measured_on_images_of_all_classes(
         return 0.9
 
     for name in ("fit_", "measure_share"):
-        monkeypatch.setattr(f"ltm.training.run.{name}", note)
-    monkeypatch.setattr("ltm.training.run.FITTING_IMAGES", 6)
+        monkeypatch.setattr(f"ltm.training.classification.{name}", note)
+    monkeypatch.setattr("ltm.training.classification.FITTING_IMAGES", 6)
     settings = tiny(
         merge={"method": "ltmp", "ratio": 0.9, "method_options": []},
         data={"source": str(tmp_path)},

@@ -28,7 +28,7 @@ def test_recipes_survive_yaml_and_name_what_exists(name: str, tmp_path: Path) ->
     settings = RECIPES[name]
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(settings))
-    assert read_settings(path) == settings
+    assert read_settings(path, TrainSettings()) == settings
     assert timm.is_model(settings.model.name)
     method = method_config(settings.merge)
     assert method is not None
@@ -64,7 +64,7 @@ def test_command_line_and_yaml_say_the_same() -> None:
     optim: {epochs: 7, lr: 2e-3}
     tune: {unfreeze: [head.*]}
     """
-    assert from_mapping(yaml.safe_load(text)) == parsed
+    assert from_mapping(yaml.safe_load(text), TrainSettings()) == parsed
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_command_line_and_yaml_say_the_same() -> None:
 )
 def test_wrong_settings_are_one_sentence(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + message.replace("?", r"\?").replace("*", r"\*")):
-        from_mapping(values)
+        from_mapping(values, TrainSettings())
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "just words", "- a\n- b"])
@@ -100,7 +100,7 @@ def test_a_file_that_holds_no_settings_is_named(text: str, tmp_path: Path) -> No
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=str(path)):
-        read_settings(path)
+        read_settings(path, TrainSettings())
 
 
 def test_words_become_values() -> None:

@@ -120,6 +120,11 @@ def is_merging(model: nn.Module) -> bool:
     return isinstance(getattr(model, ATTRIBUTE, None), Conversion)
 
 
+def merging_network(model: nn.Module) -> nn.Module | None:
+    """The converted network in a model, such as a detector's backbone; None if there is none."""
+    return next((module for module in model.modules() if is_merging(module)), None)
+
+
 def conversion_of(model: nn.Module) -> Conversion:
     """What was done to a model; a ValueError where nothing was."""
     conversion = getattr(model, ATTRIBUTE, None)

@@ -14,10 +14,10 @@ from ltm.detection.settings import (
     DetectionSettings,
     Task,
     find_detection_recipe,
-    read_detection_settings,
 )
 from ltm.files import check_folder, write_metrics
 from ltm.progress import Progress
+from ltm.training.settings import read_settings
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class Train:
 
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
-        from ltm.detection.run import train_detector
+        from ltm.detection.task import train_detector
 
         assert self.settings.detector.task == task
         train_detector(self.settings, self.output, resume=self.resume, overwrite=self.overwrite)
@@ -217,7 +217,7 @@ def _starting_point(options: Sequence[str], task: Task, default: str) -> Detecti
     settings = find_detection_recipe(given.recipe, task)
     if given.config is None:
         return settings
-    changed = read_detection_settings(given.config, settings)
+    changed = read_settings(given.config, settings)
     if changed.detector.task != task:
         raise ValueError(
             f"{given.config} is for ltm {COMMANDS[changed.detector.task]}, not ltm {COMMANDS[task]}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ltm.adapters import select_adapter
 from ltm.adapters.grids import MergingGridModel
-from ltm.api import image_size_of, is_merging, load, merge_tokens_
+from ltm.api import image_size_of, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.detection.necks import simple_neck
 from ltm.methods import MethodConfig
@@ -112,11 +112,6 @@ class Pyramid(nn.Module):
                 f"{self.canvas[0]} x {self.canvas[1]} and takes none that are larger."
             )
         return self.canvas
-
-
-def merging_network(model: nn.Module) -> nn.Module | None:
-    """The converted network inside a pyramid or a detector; None where nothing merges."""
-    return next((module for module in model.modules() if is_merging(module)), None)
 
 
 def build_pyramid(

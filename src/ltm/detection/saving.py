@@ -12,10 +12,10 @@ import timm
 from safetensors.torch import load_file
 from torch import nn
 
-from ltm.api import conversion_of, freeze_, merge_tokens_, mergers
+from ltm.api import conversion_of, freeze_, merge_tokens_, mergers, merging_network
 from ltm.api.deployment import CONFIG, WEIGHTS, make_room_, write_weights
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
-from ltm.detection.pyramid import Pyramid, merging_network
+from ltm.detection.pyramid import Pyramid
 from ltm.detection.ssdlite import STRIDES, SSDLite, SSDLiteConfig
 from ltm.methods import config_from_dict
 

@@ -5,16 +5,21 @@ Importing this module imports neither torch nor timm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-import yaml
 
-from ltm.models import changed, did_you_mean, plain, read_words
-from ltm.training.settings import Flat, OptimSettings, RunSettings, require_at_least, require_method
+from ltm.models import did_you_mean
+from ltm.training.settings import (
+    Flat,
+    MergingSettings,
+    OptimSettings,
+    RunSettings,
+    check_training,
+    from_mapping,
+    require_at_least,
+)
 
 Task = Literal["ssdlite", "mask_rcnn"]
 
@@ -42,21 +47,8 @@ class DetectorSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectionMerge:
+class DetectionMerge(MergingSettings):
     """How the backbone merges tokens; one of `ratio` and `per_block` says how much."""
-
-    method: str = "ltm"
-    """Name of a method (ltm, tome, ...), or none to train the backbone as it is."""
-    ratio: float | None = None
-    """Share of the backbone's MACs to keep; 0.7 unless per_block is given."""
-    per_block: float | None = None
-    """Share of the tokens that every block keeps (it compounds)."""
-    method_options: tuple[str, ...] = ()
-    """Further settings of the method, name=value, such as support=learned."""
-    warm_epochs: int = 0
-    """First epochs, in which nothing is merged."""
-    noise: float = 1.0
-    """Initial scale of the noise on learned supports; it falls to 0 over the merging epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,57 +93,21 @@ class DetectionSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
+        check_training(self.merge, self.optim, self.run)
         for name, value, least in (
-            ("epochs", self.optim.epochs, 1),
-            ("accumulate", self.optim.accumulate, 1),
-            ("devices", self.run.devices, 1),
             ("eval_every", self.eval_every, 1),
             ("workers", self.data.workers, 0),
-            ("warm_epochs", self.merge.warm_epochs, 0),
-            ("noise", self.merge.noise, 0),
-            ("clip", self.optim.clip, 0),
             ("eval_batch_size", self.data.eval_batch_size, 1),
             ("batch_size", self.data.batch_size, 2 if self.detector.task == "ssdlite" else 1),
             ("image_size", min(self.detector.image_size), 32),
         ):
             require_at_least(name, value, least)
-        if not self.optim.lr > 0:
-            raise ValueError(f"lr is {self.optim.lr}, but must be positive")
-        for name, value in (("ema", self.optim.ema), ("hflip", self.data.hflip)):
-            if not 0.0 <= value <= 1.0 or (name == "ema" and value == 1.0):
-                raise ValueError(f"{name} is {value}, but must be at least 0 and at most 1")
+        if not 0.0 <= self.data.hflip <= 1.0:
+            raise ValueError(f"hflip is {self.data.hflip}, but must be at least 0 and at most 1")
         if self.run.strategy == "fsdp":
             raise ValueError("strategy is fsdp, but detectors train with auto or ddp")
         if self.detector.task == "mask_rcnn" and not self.detector.restore:
             raise ValueError("restore is off, but Mask R-CNN needs maps at their nominal size")
-        require_method(self.merge.method)
-        read_words(self.merge.method_options, owner="method_options")
-
-
-def detection_from_mapping(
-    values: Mapping[str, Any], base: DetectionSettings | None = None
-) -> DetectionSettings:
-    """Settings with some values changed; a name or a type that does not fit is a ValueError."""
-    return changed(base if base is not None else DetectionSettings(), values)
-
-
-def read_detection_settings(path: str | Path, base: DetectionSettings) -> DetectionSettings:
-    """Read a YAML file of settings; what it does not say is as in `base`."""
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no readable YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no settings; write groups such as optim: {{epochs: 5}}")
-    try:
-        return detection_from_mapping(values, base)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def detection_yaml(settings: DetectionSettings) -> str:
-    """Write settings as YAML, all of them."""
-    return yaml.safe_dump(plain(settings), sort_keys=False, width=100)
 
 
 def find_detection_recipe(name: str, task: Task) -> DetectionSettings:
@@ -185,7 +141,7 @@ _MASK_RCNN = _recipe(
 
 
 def _with(settings: DetectionSettings, **changes: Any) -> DetectionSettings:
-    return detection_from_mapping(changes, settings)
+    return from_mapping(changes, settings)
 
 
 _SMALL_DATA = {"source": "shapes:size=96,images=256,val_images=64,classes=3", "workers": 0}

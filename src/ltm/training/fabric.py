@@ -102,15 +102,6 @@ def average_running_statistics_(model: nn.Module, fabric: Fabric) -> None:
                     buffer.copy_(fabric.all_reduce(buffer, reduce_op="mean"))  # type: ignore[arg-type]
 
 
-def total_over_processes(values: torch.Tensor, fabric: Fabric) -> torch.Tensor:
-    """Sum a tensor over all processes."""
-    if fabric.world_size == 1:
-        return values
-    reduced = fabric.all_reduce(values, reduce_op="sum")
-    assert isinstance(reduced, torch.Tensor)
-    return reduced
-
-
 def in_step(batches: Sequence[T] | Any, fabric: Fabric) -> Iterator[tuple[T, bool]]:
     """Batches, and whether each counts.
 

@@ -29,7 +29,7 @@ from ltm.models import (
     read_words,
     silent,
 )
-from ltm.training.settings import MergeSettings, ModelSettings, TrainSettings
+from ltm.training.settings import MergingSettings, ModelSettings, TrainSettings
 
 
 class Built(NamedTuple):
@@ -85,7 +85,7 @@ def check_num_classes(settings: ModelSettings, source: str, num_classes: int) ->
         )
 
 
-def method_config(settings: MergeSettings) -> MethodConfig | None:
+def method_config(settings: MergingSettings) -> MethodConfig | None:
     """The method's own settings; None where nothing is merged."""
     if settings.method == "none":
         return None

@@ -17,14 +17,14 @@ class NonFiniteLossError(ValueError):
 
 
 @torch.no_grad()
-def find_non_finite(model: nn.Module, images: Tensor) -> str:
+def find_non_finite(model: nn.Module, *inputs: Any) -> str:
     """Name what first gives values that are not finite, by running the batch once more."""
-    if not _finite(images):
+    if not _finite(inputs):
         return "the images themselves are not finite"
     weights = next((n for n, p in model.named_parameters() if not _finite(p)), None)
     if weights is not None:
         return f"the weights {_name(model, weights)} are not finite"
-    culprit = _first_culprit(model, images)
+    culprit = _first_culprit(model, inputs)
     if culprit is not None:
         return f"{_name(model, culprit)} gives the first values that are not finite"
     gradient = next((n for n, p in model.named_parameters() if not _finite(p.grad)), None)
@@ -33,7 +33,7 @@ def find_non_finite(model: nn.Module, images: Tensor) -> str:
     return "the network's output and gradients are finite, so the loss itself overflowed"
 
 
-def _first_culprit(model: nn.Module, images: Tensor) -> str | None:
+def _first_culprit(model: nn.Module, inputs: tuple[Any, ...]) -> str | None:
     """The first module that turns finite values into others."""
     found: list[str] = []
 
@@ -46,7 +46,7 @@ def _first_culprit(model: nn.Module, images: Tensor) -> str | None:
 
     handles = [m.register_forward_hook(watch(name)) for name, m in model.named_modules() if name]
     try:
-        model(images)
+        model(*inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -6,7 +6,7 @@ Importing this module imports neither torch nor timm.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 import yaml
@@ -37,7 +37,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeSettings:
+class MergingSettings:
     """How tokens are merged; `counts` among the options go before per_block, that before ratio."""
 
     method: str = "ltm"
@@ -52,6 +52,12 @@ class MergeSettings:
     """First epochs, in which nothing is merged."""
     noise: float = 1.0
     """Initial scale of the noise on learned supports; it falls to 0 over the merging epochs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeSettings(MergingSettings):
+    """How tokens are merged, and what class statistics come from."""
+
     statistics: Literal["auto", "epoch", "pass"] = "auto"
     """Class statistics from the epoch's own batches, or from a pass over clean images after it;
     auto takes the epoch unless batches are mixed."""
@@ -169,31 +175,13 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
-        require_at_least("epochs", self.optim.epochs, 1)
-        require_at_least("accumulate", self.optim.accumulate, 1)
-        require_at_least("devices", self.run.devices, 1)
-        require_at_least("warm_epochs", self.merge.warm_epochs, 0)
+        check_training(self.merge, self.optim, self.run)
         require_at_least("statistics_images", self.merge.statistics_images, 1)
         require_at_least("lora_rank", self.tune.lora_rank, 0)
-        for name, value in (
-            ("lr", self.optim.lr),
-            ("distill_temperature", self.objective.distill_temperature),
-        ):
-            if not value > 0:
-                raise ValueError(f"{name} is {value}, but must be positive")
-        for name, value in (
-            ("noise", self.merge.noise),
-            ("clip", self.optim.clip),
-            ("bound_weight", self.objective.bound_weight),
-        ):
-            require_at_least(name, value, 0)
-        for name, value in (
-            ("ema", self.optim.ema),
-            ("drop_path", self.model.drop_path),
-            ("distill_weight", self.objective.distill_weight),
-        ):
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name} is {value}, but must be at least 0 and below 1")
+        require_at_least("bound_weight", self.objective.bound_weight, 0)
+        require_positive("distill_temperature", self.objective.distill_temperature)
+        require_below_one("drop_path", self.model.drop_path)
+        require_below_one("distill_weight", self.objective.distill_weight)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -206,8 +194,6 @@ class TrainSettings:
                 f"batch_size is {self.data.batch_size}, but mixup and cutmix need an even number"
             )
         read_words(self.model.model_args, owner="model_args")
-        require_method(self.merge.method)
-        read_words(self.merge.method_options, owner="method_options")
 
     @property
     def statistics_from_epoch(self) -> bool:
@@ -217,9 +203,23 @@ class TrainSettings:
         return self.merge.statistics == "epoch"
 
 
+def check_training(merge: MergingSettings, optim: OptimSettings, run: RunSettings) -> None:
+    """Refuse settings with which nothing can be trained."""
+    require_at_least("epochs", optim.epochs, 1)
+    require_at_least("accumulate", optim.accumulate, 1)
+    require_at_least("devices", run.devices, 1)
+    require_at_least("warm_epochs", merge.warm_epochs, 0)
+    require_at_least("noise", merge.noise, 0)
+    require_at_least("clip", optim.clip, 0)
+    require_positive("lr", optim.lr)
+    require_below_one("ema", optim.ema)
+    require_method(merge.method)
+    read_words(merge.method_options, owner="method_options")
+
+
 def require_method(name: str) -> None:
     """Refuse a name that is no method's."""
-    if name in ("none", MergeSettings.method):
+    if name in ("none", MergingSettings.method):
         return
     from ltm.methods import methods  # noqa: PLC0415 - settings are read without torch
 
@@ -234,17 +234,32 @@ def require_at_least(name: str, value: float, least: float) -> None:
         raise ValueError(f"{name} is {value}, but must be at least {least}")
 
 
-def to_yaml(settings: TrainSettings) -> str:
+def require_positive(name: str, value: float) -> None:
+    """Refuse zero and negative values."""
+    if not value > 0:
+        raise ValueError(f"{name} is {value}, but must be positive")
+
+
+def require_below_one(name: str, value: float) -> None:
+    """Refuse what is no share below one."""
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} is {value}, but must be at least 0 and below 1")
+
+
+T = TypeVar("T")
+
+
+def to_yaml(settings: Any) -> str:
     """Write settings as YAML, all of them."""
     return yaml.safe_dump(plain(settings), sort_keys=False, width=100)
 
 
-def from_mapping(values: Mapping[str, Any], base: TrainSettings | None = None) -> TrainSettings:
+def from_mapping(values: Mapping[str, Any], base: T) -> T:
     """Settings with some values changed; a name or a type that does not fit is a ValueError."""
-    return changed(base if base is not None else TrainSettings(), values)
+    return changed(base, values)
 
 
-def read_settings(path: str | Path, base: TrainSettings | None = None) -> TrainSettings:
+def read_settings(path: str | Path, base: T) -> T:
     """Read a YAML file of settings; what it does not say is as in `base`."""
     path = Path(path)
     try:
@@ -253,9 +268,28 @@ def read_settings(path: str | Path, base: TrainSettings | None = None) -> TrainS
         raise ValueError(f"{path} is no readable YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings; write groups such as optim: {{epochs: 5}}")
-    if isinstance(values.get("data"), dict):
-        values["data"] = without_removed(values["data"])
+    values = _of_today(values)
     try:
         return from_mapping(values, base)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+_MOVED = {"optim": ("merge_threshold_lr", "prune_threshold_lr"), "objective": ("budget_weight",)}
+"""Settings of 0.1.0 that became options of the method they were for."""
+
+
+def _of_today(values: dict[str, Any]) -> dict[str, Any]:
+    """What 0.1.0 wrote into a file, in settings of today."""
+    groups = {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}
+    if isinstance(groups.get("data"), dict):
+        groups["data"] = without_removed(groups["data"])
+    options: list[str] = []
+    for group, names in _MOVED.items():
+        found = groups.get(group)
+        if isinstance(found, dict):
+            options += [f"{name}={found.pop(name)}" for name in names if name in found]
+    merge = groups.get("merge")
+    if options and isinstance(merge, dict) and merge.get("method") == "ltmp":
+        merge["method_options"] = [*merge.get("method_options", ()), *options]
+    return groups

@@ -6,8 +6,7 @@ needs centroids and Q of the epoch before, which saw none: two passes over clean
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -56,13 +55,3 @@ def refresh_statistics_(model: nn.Module, batches: Iterable[Batch]) -> None:
             model(images)
         observe_(records, labels)
     take_statistics_(model)
-
-
-class FirstBatches:
-    """The first batches of a loader, anew each time; each process has at least one."""
-
-    def __init__(self, loader: Iterable[Batch], num_batches: int) -> None:
-        self._loader, self._num_batches = loader, max(1, num_batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(islice(self._loader, self._num_batches))

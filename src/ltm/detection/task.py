@@ -1,0 +1,280 @@
+"""Detection and instance segmentation: the `Task` of `ltm detect train` and `ltm segment train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from ltm.api import merging_network, report
+from ltm.data.loading import Loader, build_loader
+from ltm.data.shapes import ShapesDetection
+from ltm.detection.cost import detector_cost
+from ltm.detection.data import CocoDetection, DetectionBatch, collate_detection, open_detection
+from ltm.detection.mask_rcnn import MaskRCNNConfig
+from ltm.detection.saving import DetectorConfig, save_detector
+from ltm.detection.score import (
+    DetectionScores,
+    Result,
+    detect,
+    evaluate_detections,
+    require_evaluator,
+    write_results,
+)
+from ltm.detection.settings import DetectionSettings
+from ltm.detection.ssdlite import SSDLiteConfig
+from ltm.detection.transforms import detection_transforms
+from ltm.models import Say
+from ltm.training.fabric import Fabric
+from ltm.training.log import EpochRow, Panel
+from ltm.training.models import method_config
+from ltm.training.run import Resume, TrainResult, run_task
+from ltm.training.task import BatchLoss, Means, Outcome, Step, Task
+
+_Dataset = CocoDetection | ShapesDetection
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DetectionSplits:
+    """The images to train on and those to evaluate on, of the same categories."""
+
+    train: _Dataset
+    val: _Dataset
+
+
+class Findings(NamedTuple):
+    """What a detector found, and how good that is."""
+
+    results: list[Result]
+    scores: DetectionScores
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionRow(EpochRow):
+    """One epoch of a detector; scores are None where the epoch was not evaluated."""
+
+    losses: str
+    """The parts of the loss, by name."""
+    box_ap: float | None = None
+    box_ap50: float | None = None
+    box_ap75: float | None = None
+    mask_ap: float | None = None
+    mask_ap50: float | None = None
+    mask_ap75: float | None = None
+
+    panels: ClassVar[Sequence[Panel]] = (
+        Panel("training loss", {"training": "train_loss"}),
+        Panel(
+            "average precision (%)",
+            {
+                name.replace("_", " "): name
+                for name in ("box_ap", "box_ap50", "mask_ap", "mask_ap50")
+            },
+            100.0,
+        ),
+    )
+
+    @property
+    def score(self) -> float | None:
+        """Masks decide where there are any, boxes otherwise."""
+        return self.box_ap if self.mask_ap is None else self.mask_ap
+
+    def numbers(self) -> list[str]:
+        parts = [self.losses]
+        for kind, ap, ap50 in (
+            ("box", self.box_ap, self.box_ap50),
+            ("mask", self.mask_ap, self.mask_ap50),
+        ):
+            if ap is not None and ap50 is not None:
+                parts.append(f"{kind} AP {100 * ap:.1f} AP50 {100 * ap50:.1f}")
+        return parts
+
+
+def train_detector(
+    settings: DetectionSettings,
+    output: str | Path | None,
+    *,
+    resume: Resume = "never",
+    overwrite: bool = False,
+    splits: DetectionSplits | None = None,
+    console: Console | None = None,
+) -> TrainResult:
+    """Train a detector; `run_task` says what is left in `output`.
+
+    Besides, the folder gets `results.json` (COCO's result format); `load_detector` reads `model/`.
+    """
+    task = Detection(settings, splits=splits)
+    return run_task(task, output, resume=resume, overwrite=overwrite, console=console)
+
+
+class Detection(Task[DetectionSettings]):
+    """Images with boxes, perhaps masks; a detector's own losses; COCO's average precision."""
+
+    row_type = DetectionRow
+
+    def __init__(
+        self, settings: DetectionSettings, *, splits: DetectionSplits | None = None
+    ) -> None:
+        super().__init__(settings)
+        self._given_splits = splits
+        self._truth: dict[str, Any] | None = None
+
+    @property
+    def masks(self) -> bool:
+        """Whether masks are learned."""
+        return self.settings.detector.task == "mask_rcnn"
+
+    def check(self) -> None:
+        require_evaluator()
+
+    def open_data(self) -> None:
+        self.splits = self._given_splits or open_splits(self.settings)
+        self.config = detector_config(self.settings, self.splits.train.num_classes)
+
+    def build(self, say: Say) -> nn.Module:
+        return self.config.build()
+
+    def rebuild(self) -> nn.Module:
+        raise NotImplementedError("detectors are not sharded")
+
+    def describe(self, model: nn.Module) -> Iterator[str]:
+        yield f"{type(model).__name__}: {detector_cost(model)}"
+        network = merging_network(model)
+        if network is not None:
+            yield str(report(network))
+        train, val = self.splits.train, self.splits.val
+        yield f"{len(train)} images to train on, {len(val)} to evaluate on"
+
+    def start(self, fabric: Fabric, model: nn.Module) -> Loader:
+        self.fabric = fabric
+        return self._loader(self.splits.train, training=True)
+
+    def loss(self, forward: nn.Module, batch: DetectionBatch, step: Step) -> BatchLoss:
+        images, targets = batch
+        losses = forward(images, targets)
+        total = torch.stack(list(losses.values())).sum()
+        return BatchLoss(
+            total=total, logged=losses, inputs=(images, targets), num_images=len(images)
+        )
+
+    def is_evaluated(self, epoch: int) -> bool:
+        every, epochs = self.settings.eval_every, self.settings.optim.epochs
+        return (epoch + 1) % every == 0 or epoch + 1 == epochs
+
+    def evaluate(self, model: nn.Module) -> Findings:
+        val = self.splits.val
+        if self._truth is None:
+            self._truth = val.coco_dict()
+        results = detect(model, self._loader(val, training=False), val.category_ids)
+        return Findings(results, evaluate_detections(self._truth, results, masks=self.masks))
+
+    def row(
+        self, common: dict[str, Any], means: Means, model: nn.Module, found: Findings | None
+    ) -> DetectionRow:
+        losses = {name: cast("float", means.mean(name)) for name in means.names()}
+        return DetectionRow(
+            **common,
+            train_loss=sum(losses.values()),
+            losses=" ".join(f"{name} {value:.3f}" for name, value in losses.items()),
+            **_columns(None if found is None else found.scores),
+        )
+
+    def finish_(self, model: nn.Module, kept: EpochRow, rows: Sequence[EpochRow]) -> Outcome:
+        results, scores = self.evaluate(model)
+        cost, network = detector_cost(model), merging_network(model)
+        metrics: dict[str, Any] = {
+            "task": self.settings.detector.task,
+            "backbone": self.settings.detector.backbone,
+            "method": self.settings.merge.method,
+            **asdict(scores),
+            "gmacs": cost.gmacs,
+            "cost": str(cost),
+            "backbone_mac_share": None if network is None else report(network).share,
+        }
+
+        def write(folder: Path) -> None:
+            val = self.splits.val
+            names, numbers = val.class_names, val.category_ids
+            save_detector(
+                model, self.config, folder / "model", class_names=names, category_ids=numbers
+            )
+            write_results(folder / "results.json", results)
+
+        return Outcome(metrics=metrics, line=f"box AP {100 * scores.box.ap:.1f}", write=write)
+
+    def _loader(self, dataset: _Dataset, *, training: bool) -> Loader:
+        data = self.settings.data
+        return build_loader(
+            dataset,
+            batch_size=data.batch_size if training else data.eval_batch_size,
+            workers=data.workers,
+            training=training,
+            seed=self.settings.run.seed,
+            device=self.fabric.device,
+            rank=self.fabric.global_rank,
+            world_size=self.fabric.world_size,
+            collate=collate_detection,
+        )
+
+
+def detector_config(settings: DetectionSettings, num_classes: int) -> DetectorConfig:
+    """The detector that settings describe; a network from a folder merges as it does."""
+    chosen = settings.detector
+    saved = Path(chosen.backbone).is_dir()
+    values: dict[str, Any] = {
+        "backbone": chosen.backbone,
+        "num_classes": num_classes,
+        "merging": None if saved else method_config(settings.merge),
+        "image_size": chosen.image_size,
+        "pretrained": chosen.pretrained,
+        "weights": chosen.weights,
+    }
+    if chosen.task == "mask_rcnn":
+        return MaskRCNNConfig(
+            **values, width=chosen.width, regions_per_image=chosen.regions_per_image
+        )
+    return SSDLiteConfig(**values, restore=chosen.restore)
+
+
+def open_splits(settings: DetectionSettings) -> DetectionSplits:
+    """Open the images to train on and those to evaluate on."""
+    data = settings.data
+    train = open_detection(
+        data.source,
+        split=data.train_split,
+        annotations=data.annotations,
+        transforms=detection_transforms(
+            training=True, crops=data.crops, photometric=data.photometric, hflip=data.hflip
+        ),
+        masks=settings.detector.task == "mask_rcnn",
+        crowd=False,
+    )
+    val = open_detection(
+        data.source,
+        split=data.val_split,
+        annotations=data.val_annotations or data.annotations,
+        transforms=detection_transforms(training=False),
+        masks=False,
+    )
+    if train.category_ids != val.category_ids:
+        raise ValueError(
+            f"data {data.source}: the splits {data.train_split} and {data.val_split} have "
+            "different categories"
+        )
+    return DetectionSplits(train=train, val=val)
+
+
+def _columns(scores: DetectionScores | None) -> dict[str, Any]:
+    """An evaluation as columns of a row."""
+    found = {} if scores is None else {"box": scores.box, "mask": scores.mask}
+    return {
+        f"{kind}_{name}": getattr(score, name)
+        for kind, score in found.items()
+        if score is not None
+        for name in ("ap", "ap50", "ap75")
+    }

@@ -1,0 +1,182 @@
+"""What one kind of training is: its data, its network, its loss and its score.
+
+The `Trainer` knows none of these, and a `Task` knows no loop, optimiser or checkpoint.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ltm.data.loading import Loader
+from ltm.models import Say
+from ltm.processes import sum_over_processes
+from ltm.training.fabric import Fabric
+from ltm.training.log import EpochRow
+from ltm.training.settings import MergingSettings, OptimSettings, RunSettings
+
+
+class _Batches(Protocol):
+    @property
+    def batch_size(self) -> int: ...
+
+
+class TaskSettings(Protocol):
+    """What the `Trainer` reads of a task's settings."""
+
+    @property
+    def merge(self) -> MergingSettings: ...
+    @property
+    def data(self) -> _Batches: ...
+    @property
+    def optim(self) -> OptimSettings: ...
+    @property
+    def run(self) -> RunSettings: ...
+
+
+S = TypeVar("S", bound=TaskSettings)
+
+
+class Step(NamedTuple):
+    """Where training is: the epoch and the batch in it, from 0, and whether tokens are merged."""
+
+    epoch: int
+    number: int
+    merging: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchLoss:
+    """The loss of one batch."""
+
+    total: Tensor
+    """What gradients come from."""
+    logged: Mapping[str, Tensor]
+    """What the epoch's `Means` are made of."""
+    inputs: tuple[Any, ...]
+    """What the network was called with."""
+    num_images: int
+
+
+class Means:
+    """Sums of an epoch, kept on the device, so that no step waits for them."""
+
+    def __init__(self) -> None:
+        self.num_images = 0
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, loss: BatchLoss) -> None:
+        """Count a batch."""
+        self.num_images += loss.num_images
+        for name, value in loss.logged.items():
+            before = self._sums.get(name, value.new_zeros((), dtype=torch.float32))
+            self._sums[name] = before + value.detach()
+            self._counts[name] = self._counts.get(name, 0) + 1
+
+    def over_processes(self, world_size: int) -> Means:
+        """The sums of all processes."""
+        whole = Means()
+        whole.num_images = self.num_images * world_size
+        sums = sum_over_processes(torch.stack(list(self._sums.values())))
+        whole._sums = dict(zip(self._sums, sums, strict=True))
+        whole._counts = {name: count * world_size for name, count in self._counts.items()}
+        return whole
+
+    def names(self) -> list[str]:
+        """What was logged."""
+        return list(self._sums)
+
+    def total(self, name: str) -> float:
+        """A sum over the epoch."""
+        return float(self._sums[name])
+
+    def mean(self, name: str) -> float | None:
+        """A mean over the batches that logged it; None where none did."""
+        return self.total(name) / self._counts[name] if name in self._sums else None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outcome:
+    """What a task makes of a finished run."""
+
+    metrics: dict[str, Any]
+    line: str
+    """The result in a few words."""
+    write: Callable[[Path], None]
+    """Write the network, and what else belongs to it, into a folder."""
+
+
+class Task(ABC, Generic[S]):
+    """One kind of training, for one run."""
+
+    row_type: ClassVar[type[EpochRow]]
+    """The columns of its log."""
+
+    def __init__(self, settings: S) -> None:
+        self.settings = settings
+
+    def check(self) -> None:
+        """Raise an error now for what would fail only at the end of a run."""
+
+    @abstractmethod
+    def open_data(self) -> None:
+        """Open the images."""
+
+    @abstractmethod
+    def build(self, say: Say) -> nn.Module:
+        """Make the network, saying what is worth knowing about it; the seed has been set."""
+
+    @abstractmethod
+    def rebuild(self) -> nn.Module:
+        """Make the network again, for weights that are about to be loaded."""
+
+    @abstractmethod
+    def describe(self, model: nn.Module) -> Iterator[str]:
+        """Lines about the network and the data."""
+
+    @abstractmethod
+    def start(self, fabric: Fabric, model: nn.Module) -> Loader:
+        """Get ready to train the network on its device; returns the training batches."""
+
+    def before_epoch_(self, model: nn.Module) -> bool:
+        """Prepare a merging epoch; returns whether buffers of mask modules changed."""
+        return False
+
+    def after_epoch_(self, model: nn.Module) -> bool:
+        """Complete a merging epoch; returns whether buffers of mask modules changed."""
+        return False
+
+    @abstractmethod
+    def loss(self, forward: nn.Module, batch: Any, step: Step) -> BatchLoss:
+        """The loss of a batch; `forward` may be the network wrapped for several processes."""
+
+    def progress_text(self, means: Means) -> str:
+        """What the progress bar shows; empty where that is the speed alone."""
+        return ""
+
+    def is_evaluated(self, epoch: int) -> bool:
+        """Whether an epoch, from 0, is followed by an evaluation."""
+        return True
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> Any:
+        """Score a network on the held-out images; all processes call it."""
+
+    @abstractmethod
+    def row(self, common: dict[str, Any], means: Means, model: nn.Module, found: Any) -> EpochRow:
+        """The epoch's row; `found` is what `evaluate` returned, or None."""
+
+    def keeps_last(self, model: nn.Module) -> bool:
+        """Whether the last epoch is kept instead of the best."""
+        return False
+
+    @abstractmethod
+    def finish_(self, model: nn.Module, kept: EpochRow, rows: Sequence[EpochRow]) -> Outcome:
+        """Complete the network that is kept, and say what came of it; all processes call it."""
