@@ -53,7 +53,7 @@ def tiny_file(tmp_path: Path) -> Callable[..., Path]:
 
     def write(**groups: dict[str, Any]) -> Path:
         path = tmp_path / "settings.yaml"
-        path.write_text(yaml.safe_dump(tiny_values(**groups), TrainSettings()))
+        path.write_text(yaml.safe_dump(tiny_values(**groups)))
         return path
 
     return write
