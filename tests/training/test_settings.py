@@ -39,7 +39,7 @@ def test_recipes_survive_yaml_and_name_what_exists(name: str, tmp_path: Path) ->
 def test_data_settings_that_0_1_0_wrote_are_read(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("data: {source: shapes, batch_size: 8, resident: true, shuffle_buffer: 1000}")
-    assert read_settings(path).data.batch_size == 8
+    assert read_settings(path, TrainSettings()).data.batch_size == 8
 
 
 def test_every_backbone_of_the_paper_has_both_recipes() -> None:
