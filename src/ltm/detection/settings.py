@@ -19,6 +19,7 @@ from ltm.training.settings import (
     check_training,
     from_mapping,
     require_at_least,
+    require_method,
 )
 
 Task = Literal["ssdlite", "mask_rcnn"]
@@ -94,6 +95,7 @@ class DetectionSettings:
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
         check_training(self.merge, self.optim, self.run)
+        require_method(self.merge.method, fitted=False)
         for name, value, least in (
             ("eval_every", self.eval_every, 1),
             ("workers", self.data.workers, 0),

@@ -217,13 +217,14 @@ def check_training(merge: MergingSettings, optim: OptimSettings, run: RunSetting
     read_words(merge.method_options, owner="method_options")
 
 
-def require_method(name: str) -> None:
-    """Refuse a name that is no method's."""
+def require_method(name: str, *, fitted: bool = True) -> None:
+    """Refuse a name that is no method's, or, unless `fitted`, of one that is fitted to images."""
     if name in ("none", MergingSettings.method):
         return
     from ltm.methods import methods  # noqa: PLC0415 - settings are read without torch
 
-    known = [*methods(), "none"]
+    every = methods().items()
+    known = [word for word, method in every if fitted or not method().needs_images()] + ["none"]
     if name not in known:
         raise ValueError(f"merge.method is {name!r}; choose from {', '.join(known)}")
 
