@@ -43,7 +43,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean=mean, low=mean - reach, high=mean + reach, values=tuple(values))
 
 
-def image_difference(ours: Sequence[bool], others: Sequence[bool]) -> Estimate:
+def _image_difference(ours: Sequence[bool], others: Sequence[bool]) -> Estimate:
     """The difference of two networks in per cent, image by image, for want of seeds."""
     found = paired_interval(torch.tensor(ours), torch.tensor(others))
     return Estimate(mean=100 * found.difference, low=100 * found.low, high=100 * found.high)
@@ -111,7 +111,7 @@ class Reader:
         if ours.measure == theirs.measure == "top1" and len(ours.jobs) == len(theirs.jobs) == 1:
             flags = [self._flags(cell) for cell in (ours, theirs)]
             if len(flags[0]) == len(flags[1]):
-                return Found(estimate=image_difference(*flags))
+                return Found(estimate=_image_difference(*flags))
         if ours.jobs == theirs.jobs and ours.measure in _TIMED:
             return Found(estimate=self._by_round(ours, theirs))
         pairs = self._pairs(ours, theirs)

@@ -122,7 +122,8 @@ class Remembered(nn.Module):
 def joined(parts: list[Outputs]) -> Outputs:
     """Outputs of several sets of images as one."""
     tensors = [f.name for f in dataclasses.fields(Outputs) if f.name != "has_original"]
-    return Outputs(**{name: torch.cat([getattr(p, name) for p in parts]) for name in tensors})
+    found: dict[str, Any] = {n: torch.cat([getattr(p, n) for p in parts]) for n in tensors}
+    return Outputs(**found)
 
 
 Build = Callable[[nn.Module, int], float]
@@ -201,9 +202,8 @@ def curve_rows(bench: Bench) -> Iterator[tuple[str, float, Build]]:
 def ablation_rows(bench: Bench) -> Iterator[tuple[str, float, Build]]:
     """The calibrated LTM with one thing changed at a time."""
     for budget in bench.args.ablated:
-        everywhere = ltm.LTM(
-            ratio=budget, sites=tuple(range(len(bench.host.blocks))), weights="uniform"
-        )
+        blocks: Any = bench.host.blocks
+        everywhere = ltm.LTM(ratio=budget, sites=tuple(range(len(blocks))), weights="uniform")
         informed = calibrated(bench, budget, statistics=True, weights="informative")
         yield "informative weights", budget, informed
         yield "gains trained", budget, tuned(bench, budget)

@@ -85,7 +85,7 @@ def main() -> None:
     arguments = options.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(_Driver())  # pyright: ignore[reportArgumentType]
     dispatch._runs_on = lambda x: x.device.type == "cpu"  # noqa: SLF001
     images = TensorDataset(torch.randn(40, 3, SIDE, SIDE), torch.arange(40) % CLASSES)
     planned: dict[str, Any] = {"sites": SITES, "counts": COUNTS}

@@ -23,9 +23,9 @@ from reproduction.pruning.channels import (
     remove_channels_,
 )
 
-UPDATES = 10
+_UPDATES = 10
 """Times that channels are exchanged."""
-EXCHANGED = 0.1
+_EXCHANGED = 0.1
 """Share of the kept channels that is exchanged at first; it falls to nothing."""
 
 
@@ -44,7 +44,7 @@ def s2vite_(
     with gated(model, hiddens) as gates:
         _start(model, gates, counts)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        every = max(1, steps // UPDATES)
+        every = max(1, steps // _UPDATES)
         sums = {name: torch.zeros_like(gate) for name, gate in gates.items()}
         model.train()
         endless = chain.from_iterable(repeat(batches))
@@ -59,7 +59,7 @@ def s2vite_(
                 assert gate.grad is not None
                 sums[name] += gate.grad.abs()
             if step % every == 0:
-                share_left = EXCHANGED * (1 - step / steps)
+                share_left = _EXCHANGED * (1 - step / steps)
                 exchange_(gates, sums, counts, share_left)
         keep = {name: (gate.detach() > 0).cpu() for name, gate in gates.items()}
     remove_channels_(model, keep, image_size)

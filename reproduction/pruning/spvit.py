@@ -21,7 +21,7 @@ STEPS = 8
 """Halvings of the share of tokens that is kept."""
 
 
-class TokenSelector(nn.Module):
+class _TokenSelector(nn.Module):
     """Scores from 0 to 1: how much each token is worth keeping."""
 
     def __init__(self, width: int) -> None:
@@ -45,7 +45,7 @@ class SoftlyPruned(nn.Module):
         self.depth_conv = host.depth_conv
         self.point_conv = host.point_conv
         convolution: Any = host.inverted_conv.conv
-        self.selector = TokenSelector(convolution.in_channels)
+        self.selector = _TokenSelector(convolution.in_channels)
         self.share = share
 
     def forward(self, x: Tensor) -> Tensor:

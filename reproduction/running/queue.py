@@ -20,9 +20,9 @@ from ltm.evaluation.environment import describe
 from reproduction.jobs import Job, Race, identity, in_order, resolved
 from reproduction.running.context import Context, perform
 
-WAIT_SECONDS = 0.5
+_WAIT_SECONDS = 0.5
 """Between looks at a row that another process works on."""
-STOPPED = 130
+_STOPPED = 130
 """What training exits with on Ctrl-C."""
 
 
@@ -69,7 +69,7 @@ class _Call:
                     break
                 # Then all over again: a row further up may have got its networks meanwhile.
                 if not any(self._try(job) for job in wanted):
-                    time.sleep(WAIT_SECONDS)
+                    time.sleep(_WAIT_SECONDS)
         except KeyboardInterrupt:
             self.summary.interrupted = True
         self.summary.already = [
@@ -149,7 +149,7 @@ class _Call:
         try:
             values = perform(job, context)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one row fails, the table goes on
-            if isinstance(error, SystemExit) and error.code == STOPPED:
+            if isinstance(error, SystemExit) and error.code == _STOPPED:
                 raise KeyboardInterrupt from None
             self._fail(job, error, traceback.format_exc(limit=-4))
             return
@@ -184,7 +184,7 @@ class _Call:
             "values": values,
             "seconds": round(time.time() - began, 2),
             "finished": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            "commit": commit(),
+            "commit": _commit(),
             "environment": dataclasses.asdict(describe(self.context.device)),
         }
 
@@ -196,7 +196,7 @@ def _reason(error: BaseException) -> str:
 
 
 @cache
-def commit() -> str | None:
+def _commit() -> str | None:
     """The commit of the code that runs; None where it was installed without one."""
     folder = Path(__file__).resolve().parent
     try:

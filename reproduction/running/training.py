@@ -57,10 +57,10 @@ def classify(job: Classifier, context: Context) -> dict[str, Any]:
         model = fresh_network(settings, num_classes).eval()
     keep_network(model, context.store.network_folder(job))
     model = model.to(context.device)
-    return values | cost_values(model, settings) | accuracy_values(model, settings, context)
+    return values | _cost_values(model, settings) | _accuracy_values(model, settings, context)
 
 
-def cost_values(model: nn.Module, settings: TrainSettings) -> dict[str, Any]:
+def _cost_values(model: nn.Module, settings: TrainSettings) -> dict[str, Any]:
     """Parameters and multiply-adds; those of the untouched network too, where tokens merge."""
     before = conversion_of(model).macs_before if is_merging(model) else None
     return {
@@ -70,7 +70,7 @@ def cost_values(model: nn.Module, settings: TrainSettings) -> dict[str, Any]:
     }
 
 
-def accuracy_values(model: nn.Module, settings: TrainSettings, context: Context) -> dict[str, Any]:
+def _accuracy_values(model: nn.Module, settings: TrainSettings, context: Context) -> dict[str, Any]:
     """What a network said about the held-out images, image by image."""
     half = torch.bfloat16 if settings.run.precision == "bf16" else None
     outputs = evaluate(
@@ -123,7 +123,7 @@ def last_network(
     that network is made anew.
     """
     if kept is not None and not settings.tune.lora_rank:
-        last = kept if settings.merge.method == "ltmp" else last_weights_(kept, run)
+        last = kept if settings.merge.method == "ltmp" else _last_weights_(kept, run)
         return last.eval(), count_parameters(kept)[0]
     torch.manual_seed(settings.run.seed)
     built = build(settings, num_classes)
@@ -132,10 +132,10 @@ def last_network(
     if settings.merge.method == "ltmp":
         saved = replace(settings, model=replace(settings.model, weights=str(run / "model")))
         return build(saved, num_classes).model.eval(), trained
-    return without_lora(last_weights_(built.model, run)).eval(), trained
+    return without_lora(_last_weights_(built.model, run)).eval(), trained
 
 
-def last_weights_(model: nn.Module, run: Path) -> nn.Module:
+def _last_weights_(model: nn.Module, run: Path) -> nn.Module:
     """Give a network the weights of the last epoch of its run."""
     last = Checkpoints(run / "checkpoints").latest()
     assert last is not None, "training leaves a checkpoint"
@@ -226,12 +226,12 @@ def prune(job: Pruned, context: Context) -> dict[str, Any]:
     after = macs_of(model, spec.size)
     run = context.work(job) / "run"
     train(settings, run, overwrite=True, model=model, splits=splits, console=context.console)
-    model = last_weights_(model, run).to(context.device).eval()
+    model = _last_weights_(model, run).to(context.device).eval()
     return {
         "seed": settings.run.seed,
         "history": history(run),
         "parameters": num_parameters(model),
         "macs": after,
         "macs_before": before,
-        **accuracy_values(model, settings, context),
+        **_accuracy_values(model, settings, context),
     }

@@ -11,12 +11,12 @@ from reproduction.scales.paper import paper_scale
 from reproduction.scales.small import small_scale
 from reproduction.scales.smoke import smoke_scale
 
-SCALES = {"paper": paper_scale, "small": small_scale, "smoke": smoke_scale}
+_SCALES = {"paper": paper_scale, "small": small_scale, "smoke": smoke_scale}
 
 
 def make_scale(name: ScaleName, sources: Sources) -> Scale:
     """A scale on the data given; a ValueError says what is missing."""
-    return SCALES[name](sources)
+    return _SCALES[name](sources)
 
 
 def remembered(store: Store, scale: ScaleName, given: Sources, *, runs: bool) -> Sources:

@@ -27,8 +27,8 @@ from ltm.training.settings import (
 from reproduction.paper_numbers import printed_shares
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
 
-EPOCHS = 10
-_RUN = RunSettings(precision="bf16", channels_last=True, keep_every=EPOCHS // 3)
+_EPOCHS = 10
+_RUN = RunSettings(precision="bf16", channels_last=True, keep_every=_EPOCHS // 3)
 _TUNING_IMAGES = 5000
 """An epoch of mask modules, which have few parameters, draws so many of the training images."""
 _SHAPES = "shapes:size=128,images=2000,val_images=500,classes=5"
@@ -133,7 +133,7 @@ def _scratch(
         data=replace(data, batch_size=128),  # more steps: there are few images
         augment=AugmentConfig.light(),
         optim=OptimSettings(
-            epochs=EPOCHS, lr=lr, weight_decay=0.05, lr_warmup_epochs=1.0, clip=1.0
+            epochs=_EPOCHS, lr=lr, weight_decay=0.05, lr_warmup_epochs=1.0, clip=1.0
         ),
         run=_RUN,
     )

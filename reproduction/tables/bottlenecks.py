@@ -51,7 +51,7 @@ def _claims(rows: list[Row], network: Network, column: str, other_column: str) -
     ]
 
 
-def finetuned(scale: Scale) -> Table:
+def _finetuned(scale: Scale) -> Table:
     """Bottleneck of base, ToMe, LTMP and LTM, fine-tuned."""
     epochs = scale.bottleneck_epochs
     rows: list[Row] = []
@@ -266,7 +266,10 @@ def losses(scale: Scale) -> Table:
 
 EXPERIMENTS = (
     Experiment(
-        name="ib-finetune", item="Table 6", title="IB loss and bound, fine-tuned", declare=finetuned
+        name="ib-finetune",
+        item="Table 6",
+        title="IB loss and bound, fine-tuned",
+        declare=_finetuned,
     ),
     Experiment(
         name="ib-scratch", item="Table 7", title="IB loss and bound, from scratch", declare=scratch

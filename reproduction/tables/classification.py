@@ -39,7 +39,7 @@ from reproduction.tables.shared_jobs import (
 
 UNTRAINED = ("none", "tome", "tofu")
 LEARNED = ("ltmp", "ltm")
-PRUNERS = {"s2vite": "S2ViTE", "spvit": "SPViT", "savit": "SAViT"}
+_PRUNERS = {"s2vite": "S2ViTE", "spvit": "SPViT", "savit": "SAViT"}
 
 
 def untrained_jobs(network: Network, method: str, scale: Scale) -> list[Classifier]:
@@ -100,7 +100,7 @@ def _shares(network: Network, scale: Scale) -> str:
 
 
 def _finetune_rows(network: Network, scale: Scale) -> list[Row]:
-    epochs, race = scale.finetune_epochs, table_race(network, scale)
+    epochs, race = scale.finetune_epochs, _table_race(network, scale)
     rows = []
     for method in UNTRAINED:
         jobs = untrained_jobs(network, method, scale)
@@ -123,7 +123,7 @@ def _costs(method: str, jobs: list[Classifier], race: Race) -> dict[str, Cell]:
     }
 
 
-def table_race(network: Network, scale: Scale) -> Race:
+def _table_race(network: Network, scale: Scale) -> Race:
     """The race behind the milliseconds of a table: first seed, last epoch, eager."""
     untrained = {m: untrained_jobs(network, m, scale)[0] for m in UNTRAINED}
     learned = {m: tuned_jobs(network, m, scale.finetune_epochs[-1], scale)[0] for m in LEARNED}
@@ -156,9 +156,9 @@ def scratch(scale: Scale) -> Table:
         methods = [*UNTRAINED, "ltmp", "ltm"]
         jobs = {method: _scratch_jobs(network, method, scale) for method in methods}
         if network.label == scale.pruning:
-            jobs |= {peer: _pruned_jobs(network, peer, scale) for peer in PRUNERS}
+            jobs |= {peer: _pruned_jobs(network, peer, scale) for peer in _PRUNERS}
         for method, found in jobs.items():
-            name = PRUNERS.get(method)
+            name = _PRUNERS.get(method)
             names = [f"{name}-{n}" for n in (network.label, network.stands_for)] if name else [
                 label(method, network), paper_label(method, network),
             ]  # fmt: skip
