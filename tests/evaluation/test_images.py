@@ -1,14 +1,19 @@
 """From data to batches: images of the size that a model takes."""
 
+from copy import copy
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 
 import ltm
 from ltm.data.config import DataConfig
+from ltm.data.shapes import ShapesClassification
 from ltm.deployment.export import ExportSettings, model_information
-from ltm.evaluation.images import expected_images, load_batches, open_images
+from ltm.evaluation.images import expected_images, load_batches, open_images, part_images
+from written import write_shards
 
 DATA = "shapes:classes=3,size=32,val_images=4"
 
@@ -28,3 +33,29 @@ def test_images_need_not_be_square(oblong: Any) -> None:
     assert next(iter(images))[0].shape == (2, 3, 96, 64)
     spec = model_information(oblong, ExportSettings(data=DATA, crop_ratio=0.5)).spec
     assert (spec.size, spec.crop_ratio) == ((96, 64), 0.5)
+
+
+def test_a_few_images_of_tar_shards_are_of_all_classes(tmp_path: Path) -> None:
+    whole = ShapesClassification("val", 120, 16, num_classes=3)
+    by_class = copy(whole)
+    by_class.indices = sorted(whole.indices, key=lambda index: index % 3)
+    write_shards(by_class, tmp_path, images_per_shard=50)
+    assert open_images(str(tmp_path), "val", 6).labels.tolist() == [0, 0, 1, 1, 2, 2]
+    pattern = f"{tmp_path}/val-*.tar"
+    parts = part_images(pattern, split="val", images=9, calibration_images=40)
+    assert parts.calibration is not None
+    assert np.bincount(parts.evaluation.labels).tolist() == [3, 3, 3]
+    assert np.bincount(parts.calibration.labels).tolist() == [14, 13, 13]
+    assert not set(parts.evaluation.indices) & set(parts.calibration.indices)
+
+
+def test_shards_are_calibrated_on_the_training_split_unless_it_shares_one(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_shards(ShapesClassification(split, 12, 16, num_classes=3), tmp_path)
+    parts = part_images(str(tmp_path), split="test", images=None, calibration_images=6)
+    assert parts.calibration is not None
+    assert sorted(parts.calibration.labels.tolist()) == [0, 0, 1, 1, 2, 2]
+    (tmp_path / "train-000.tar").rename(tmp_path / "other-000.tar")
+    parts = part_images(str(tmp_path), split="test", images=None, calibration_images=6)
+    assert parts.calibration is None
+    assert "test-000.tar is a shard of both train and test" in parts.reason

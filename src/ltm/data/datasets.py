@@ -66,8 +66,7 @@ def open_splits(config: DataConfig) -> Splits:
         )
         for split in (config.train_split, config.val_split)
     )
-    if isinstance(train.files, ShardImages) and isinstance(val.files, ShardImages):
-        _refuse_shared(train.files, val.files, config)
+    refuse_shared(train, val, config.train_split, config.val_split)
     # Shards without names know their classes by the highest label only.
     if train.class_names[: val.num_classes] != val.class_names:
         raise ValueError(
@@ -77,13 +76,15 @@ def open_splits(config: DataConfig) -> Splits:
     return Splits(train, val)
 
 
-def _refuse_shared(train: ShardImages, val: ShardImages, config: DataConfig) -> None:
-    shared = sorted(set(train.paths) & set(val.paths))
-    if shared:
-        raise ValueError(
-            f"{shared[0]} is a shard of both {config.train_split} and {config.val_split}; nothing "
-            "is held out of tar shards: write {split} where their names differ"
-        )
+def refuse_shared(one: ImageDataset, other: ImageDataset, *splits: str) -> None:
+    """Refuse two splits that have a tar shard in common."""
+    if isinstance(one.files, ShardImages) and isinstance(other.files, ShardImages):
+        shared = sorted(set(one.files.paths) & set(other.files.paths))
+        if shared:
+            raise ValueError(
+                f"{shared[0]} is a shard of both {' and '.join(splits)}; nothing is held out of "
+                "tar shards: write {split} where their names differ"
+            )
 
 
 def _open_files(

@@ -85,7 +85,7 @@ def part_images(
     third of all, and the rest is evaluated. What is no image is an error, lest another take its
     place unnoticed.
     """
-    from ltm.data.datasets import open_dataset
+    from ltm.data.datasets import open_dataset, refuse_shared
 
     require_least("images", images)
     require_least("calibration-images", calibration_images, 0)
@@ -99,7 +99,8 @@ def part_images(
     if split == "train":
         raise ValueError("split is train: those images are for calibration; evaluate on others")
     try:
-        training: Any = open_dataset(source, split="train", max_unreadable=0)
+        training = open_dataset(source, split="train", max_unreadable=0)
+        refuse_shared(training, dataset, "train", split)
     except (ValueError, FileNotFoundError) as error:
         return Partition(
             evaluation=_take(dataset, images), calibration=None, reason=str(error).rstrip(".")
