@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         information_bottleneck as information_bottleneck,
     )
     from ltm.core.clustering import image_features as image_features
+    from ltm.evaluation.evaluate import EvaluateResult as EvaluateResult, evaluate as evaluate
+    from ltm.evaluation.settings import EvaluateSettings as EvaluateSettings
     from ltm.methods import LTM as LTM, LTMP as LTMP, ToFu as ToFu, ToMe as ToMe
     from ltm.models import ModelSource as ModelSource
 
@@ -54,6 +56,8 @@ _HOMES = {
     "ltm.calibration.settings": ("CalibrateSettings",),
     "ltm.core.bottleneck": ("InformationBottleneck", "information_bottleneck"),
     "ltm.core.clustering": ("image_features",),
+    "ltm.evaluation.evaluate": ("EvaluateResult", "evaluate"),
+    "ltm.evaluation.settings": ("EvaluateSettings",),
     "ltm.methods": ("LTM", "LTMP", "ToFu", "ToMe"),
     "ltm.models": ("ModelSource",),
 }

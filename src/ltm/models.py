@@ -538,6 +538,15 @@ def source_of(model: Network) -> ModelSource | None:
     return None
 
 
+def name_of(model: Network) -> str:
+    """What to call a network in results."""
+    source = source_of(model)
+    if source is not None:
+        return source.model or str(source.run)
+    known = getattr(model, "pretrained_cfg", None) or {}
+    return str(known.get("architecture") or type(model).__name__)
+
+
 def refuse_given(options: Mapping[str, object], owner: str) -> None:
     """Refuse options that would be ignored, since their owner says it all."""
     for name, value in options.items():

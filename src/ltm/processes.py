@@ -23,6 +23,11 @@ class Process(NamedTuple):
         return self.rank == 0
 
 
+def is_first() -> bool:
+    """Whether this process prints and writes for all that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def joined(device: torch.device) -> Iterator[Process]:
     """Join the processes that torchrun started; alone, do nothing."""

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 import ltm
 from ltm.cli import main
 from ltm.cli.compression import Compression
-from ltm.cli.evaluate import meet_ratios_
 from ltm.data.transforms import evaluation_transform, image_spec
+from ltm.evaluation.evaluate import _fit_
 from ltm.progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -145,12 +145,13 @@ def test_thresholds_are_set_on_all_images_that_were_chosen_for_it(
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("ltm.api.fit_", lambda _, images, **__: seen.append(images.tolist()))
+    for place in ("ltm.api", "ltm.evaluation.evaluate"):
+        monkeypatch.setattr(f"{place}.fit_", lambda _, images, **__: seen.append(images.tolist()))
     images, config = torch.arange(130), ltm.LTMP(ratio=0.9)
     parts = {"models": {"base": host}, "images": SimpleNamespace(calibration=images)}
     run: Any = SimpleNamespace(**parts, calibration_batch=images)
     model = Compression._converted(run, config)
-    meet_ratios_({"ltmp": model}, lambda: images[::2])
+    _fit_({"ltmp": model}, lambda: images[::2])
     assert seen == [list(range(0, 130, 3)), list(range(0, 130, 2))]
 
 

@@ -1,0 +1,262 @@
+"""`ltm.evaluate`: how good a network is with and without merging, on the same images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ltm.api import (
+    collect_statistics_,
+    conversion_of,
+    fit_,
+    gmacs,
+    is_merging,
+    merge_tokens_,
+    mergers,
+    unmerge_tokens_,
+)
+from ltm.evaluation import accuracy
+from ltm.evaluation.accuracy import Outputs, as_row, paired_interval, summarise
+from ltm.evaluation.bottleneck import SiteBottleneck, measure_bottleneck, overall
+from ltm.evaluation.cost import measured_gmacs, num_parameters
+from ltm.evaluation.environment import describe
+from ltm.evaluation.images import load_batches, open_images, sample_images
+from ltm.evaluation.latency import BASE
+from ltm.evaluation.settings import EvaluateSettings
+from ltm.files import write_metrics
+from ltm.models import (
+    Network,
+    Say,
+    changed,
+    method_config,
+    name_of,
+    num_classes_of,
+    open_model,
+    refuse_given,
+    silent,
+    split_methods,
+)
+from ltm.processes import joined, local_device
+from ltm.progress import Progress
+
+_DEFAULTS = EvaluateSettings()
+_SAMPLE = 64
+"""Images on which a method is fitted, and its share of the MACs is measured."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EvaluateResult:
+    """Networks measured on the same images. Print it."""
+
+    metrics: dict[str, Any]
+    """All numbers as plain values; `models` has those of each network by its method."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C stopped it: numbers are of the images seen until then."""
+        return bool(self.metrics["interrupted"])
+
+    def save(self, folder: str | Path) -> Path:
+        """Write metrics.json."""
+        write_metrics(Path(folder), self.metrics)
+        return Path(folder)
+
+    def __repr__(self) -> str:
+        rows = self.metrics["models"]
+        title = "{model}: {num_images} images of {data}".format(**self.metrics)
+        table = [["", *rows]]
+        table += [[label, *(cell(row, rows[BASE]) for row in rows.values())]
+                  for label, cell in _LINES.items()]  # fmt: skip
+        parts = [title, aligned(table)]
+        sites = _sites(rows)
+        if len(sites) > 1:
+            parts += ["", "IB loss / bound by block, in nats", aligned(sites)]
+        if self.interrupted:
+            parts.append("Interrupted: these numbers are of the images seen so far.")
+        return "\n".join(parts)
+
+
+def evaluate(
+    model: Network,
+    data: str,
+    settings: EvaluateSettings = _DEFAULTS,
+    *,
+    say: Say = silent,
+    **changes: Any,
+) -> EvaluateResult:
+    """Measure accuracy, cost and information bottleneck of a network, merged and untouched.
+
+    All networks see the same images, so differences are paired. Processes that torchrun started
+    share the images, and all get the same result. Ctrl-C stops, and keeps the images seen so far.
+
+    Args:
+        model: a network or its name; one that merges is measured against itself without merging.
+        data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
+        settings: what is compared, and on which images.
+        say: told what is done, line by line.
+        changes: changes of the settings, such as `methods=("tome",)`.
+    """
+    settings = changed(settings, changes)
+    where = local_device(settings.device)
+    dataset = open_images(data, settings.split, settings.images)
+    others = None
+    if settings.statistics is not None:
+        others = open_images(settings.statistics, settings.split)
+    merges = bool(settings.methods) or settings.bottleneck
+    network = open_model(model, where, merges=merges, say=say)
+    models = _networks(network, settings)
+    with joined(where) as process:
+        placed: dict[str, Any] = {"batch_size": settings.batch_size, "workers": settings.workers}
+        placed |= {"device": where, **process._asdict()}
+        batches = load_batches(dataset, data, network, **placed)
+        if not is_merging(network):
+            few, source = (dataset, data) if others is None else (others, settings.statistics)
+            _fit_(models, lambda: sample_images(few, str(source), network, _SAMPLE))
+        if others is not None:
+            more = load_batches(others, str(settings.statistics), network, labelled=False, **placed)
+            _collect_(models, more, say)
+        quiet = say is silent or not process.speaks
+        loop = Progress("accuracy", silent=quiet)
+        outputs = accuracy.evaluate(models, batches, original=BASE, progress=loop)
+        sites: list[SiteBottleneck] = []
+        if settings.bottleneck and not loop.interrupted:
+            loop = Progress("information bottleneck", silent=quiet)
+            classes = num_classes_of(network)
+            sites = measure_bottleneck(models, batches, classes, beta=settings.beta, progress=loop)
+        rows = _rows(models, outputs, sites, sample_images(dataset, data, network, _SAMPLE))
+    return EvaluateResult(
+        metrics={
+            "data": data,
+            "split": settings.split,
+            "model": name_of(model),
+            "beta": settings.beta,
+            "interrupted": loop.interrupted,
+            "environment": as_row(describe(where)),
+            "num_images": len(outputs[BASE].correct),
+            "models": rows,
+        }
+    )
+
+
+def _networks(model: nn.Module, settings: EvaluateSettings) -> dict[str, nn.Module]:
+    """The untouched network, and what is compared with it."""
+    texts = split_methods(settings.methods)
+    if is_merging(model):
+        refuse_given({"methods": texts, "ratio": settings.ratio}, "a saved run")
+        base = copy.deepcopy(model)
+        unmerge_tokens_(base)
+        return {BASE: base, conversion_of(model).config.name: model}
+    found = {BASE: model}
+    for text in texts:
+        merging = copy.deepcopy(model)
+        merge_tokens_(merging, method_config(text, settings.ratio))
+        found[text] = merging
+    return found
+
+
+def _fit_(models: Mapping[str, nn.Module], sample: Callable[[], Tensor]) -> None:
+    """Fit methods that meet their ratio as a mean on a sample of images."""
+    for model in models.values():
+        if is_merging(model) and conversion_of(model).config.needs_images():
+            fit_(model, sample(), tolerance=0.02)
+
+
+def _collect_(models: Mapping[str, nn.Module], batches: Any, say: Say) -> None:
+    """Class statistics, from the networks' own predictions, where a method keeps some."""
+    for name, model in models.items():
+        if any(merger.keeps_statistics for _, merger in mergers(model)):
+            loop = Progress(f"statistics of {name}", silent=say is silent)
+            collect_statistics_(model, _Unlabelled(batches), progress=loop)
+
+
+class _Unlabelled:
+    """Batches without their labels, as often as needed."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (images for images, _ in self.batches)
+
+
+def _rows(
+    models: Mapping[str, nn.Module],
+    outputs: Mapping[str, Outputs],
+    sites: Sequence[SiteBottleneck],
+    sample: Tensor,
+) -> dict[str, Any]:
+    """All numbers of each network as plain values."""
+    last = overall(sites)
+    rows: dict[str, Any] = {}
+    for name, model in models.items():
+        varies = any(merger.own_counts for _, merger in mergers(model))
+        rows[name] = {
+            "parameters": num_parameters(model),
+            "gmacs": gmacs(model),
+            "measured_gmacs": measured_gmacs(model, sample if varies else sample[:1]),
+            **as_row(summarise(outputs[name])),
+            "against_base": as_row(paired_interval(outputs[name].correct, outputs[BASE].correct)),
+            "bottleneck": {
+                "overall": as_row(last[name]) if name in last else None,
+                "sites": [as_row(site) for site in sites if site.model == name],
+            },
+        }
+    return rows
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _per_cent(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{100 * value:{sign}.2f}"
+
+
+def _nats(row: dict[str, Any], name: str) -> str:
+    last = row["bottleneck"]["overall"]
+    return "" if last is None else f"{last[name]:.3f}"
+
+
+def _paired(row: dict[str, Any]) -> str:
+    against = row["against_base"]
+    return f"{_per_cent(against['low'], '+')} to {_per_cent(against['high'], '+')}"
+
+
+_LINES: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
+    "parameters (M)": lambda row, _: f"{row['parameters'] / 1e6:.2f}",
+    "GMACs": lambda row, _: f"{row['measured_gmacs']:.3f}",
+    "share of MACs": lambda row, base: f"{row['measured_gmacs'] / base['measured_gmacs']:.3f}",
+    "top-1 (%)": lambda row, _: _per_cent(row["top1"]),
+    "against base": lambda row, _: _per_cent(row["against_base"]["difference"], "+"),
+    "95% interval": lambda row, base: "" if row is base else _paired(row),
+    "top-5 (%)": lambda row, _: _per_cent(row["top5"]),
+    "agreement (%)": lambda row, _: _per_cent(row["agreement"]),
+    "divergence (nats)": lambda row, _: f"{row['divergence']:.4f}",
+    "calibration error (%)": lambda row, _: _per_cent(row["calibration_error"]),
+    "IB loss (nats)": lambda row, _: _nats(row, "loss"),
+    "IB bound (nats)": lambda row, _: _nats(row, "bound"),
+}
+
+
+def _sites(rows: Mapping[str, Any]) -> list[list[str]]:
+    cells: dict[int, dict[str, str]] = {}
+    for name, row in rows.items():
+        for site in row["bottleneck"]["sites"]:
+            text = f"{site['loss']:.3f} / {site['bound']:.3f}"
+            cells.setdefault(site["block"], {})[name] = text
+    table = [[str(block), *(at.get(name, "") for name in rows)] for block, at in cells.items()]
+    return [["block", *rows], *sorted(table, key=lambda line: int(line[0]))]
