@@ -113,8 +113,8 @@ class MergingMixin(nn.Module):
         """What is known about the tokens that come in."""
         slot = self.slot
         if slot.opens:
-            slot.state.start()
-        return slot.state.enter(None if slot.starts else slot.index, x)
+            slot.state.open()
+        return slot.state.enter(slot.index, x, starts=slot.starts)
 
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
         """The hints that a merger needs, from the output of the block's `qkv` projection."""
@@ -124,7 +124,7 @@ class MergingMixin(nn.Module):
         """Ask the merger, with the hints that it needs added to those that are at hand."""
         merger = cast("Merger", self.merger)
         if merger.needs:
-            qkv = self.slot.state.take(("qkv", self.slot.index))
+            qkv = self.slot.state.take_projected(self.slot.index)
             found = self.look(qkv, hints.size, merger.needs)
             hints = dataclasses.replace(hints, **found)
         return merger(z, hints)
@@ -156,8 +156,10 @@ class MergingMixin(nn.Module):
                 merged, size, means = decision.merge.apply(z, tokens.size, values)
                 merges = (*tokens.merges, decision.merge)
                 carry = decision.carry if means is None else means
-                tokens = dataclasses.replace(tokens, size=size, carry=carry, merges=merges)
-        slot.state.write(slot.index + 1, tokens)
+                tokens = dataclasses.replace(
+                    tokens, size=size, carry=carry, merges=merges, grid=grid_out or tokens.grid
+                )
+        slot.state.leave(slot.index, tokens)
         if slot.state.watched:
             hints = hints or Hints(num_out=z.shape[1], size=tokens.size)
             slot.state.record(
@@ -246,15 +248,77 @@ def become_(module: Any, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
 
-def attach_merger_(block: Any, config: MethodConfig, site: Site | None) -> None:
-    """Give the block its merger, on the device of its weights."""
-    merger = None
+class RecordedProjection(nn.Module):
+    """A projection of the host whose output the block may read once, for queries and keys."""
+
+    recorded: tuple[TokenState, int]
+    """The state, and the index of the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        state, index = self.recorded
+        if state.merging:
+            state.frame.projected[index] = out
+        return out
+
+
+class RecordedLinear(RecordedProjection, nn.Linear):
+    """A recorded linear layer."""
+
+
+class RecordedConv2d(RecordedProjection, nn.Conv2d):
+    """A recorded convolution."""
+
+
+_RECORDED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: RecordedLinear,
+    nn.Conv2d: RecordedConv2d,
+}
+
+
+def record_(projection: nn.Module, state: TokenState, index: int) -> None:
+    """Make a projection leave its output in the state, whatever its class (LoRA's, for example)."""
+    host = type(projection)
+    if host not in _RECORDED:
+        _RECORDED[host] = type(f"Recorded{host.__name__}", (RecordedProjection, host), {})
+    become_(projection, _RECORDED[host])
+    cast("RecordedProjection", projection).recorded = (state, index)
+
+
+def stop_recording_(projection: nn.Module) -> tuple[TokenState, int] | None:
+    """Undo `record_`; returns what it was given, if it was."""
+    if not isinstance(projection, RecordedProjection):
+        return None
+    recorded = projection.recorded
+    del projection.recorded
+    become_(projection, type(projection).__mro__[2])
+    return recorded
+
+
+def convert_block_(
+    block: Any, config: MethodConfig, slot: Slot, merging: type[nn.Module], projection: nn.Module
+) -> None:
+    """A host block becomes a merging one; its projection is recorded where the merger needs it.
+
+    The merger comes on the device of the block's weights.
+    """
+    merger, site = None, slot.site
     if site is not None and site.merges:
         device = next(block.parameters()).device
         with torch.device("meta") if device.type == "meta" else torch.device("cpu"):
             merger = config.build(site)
         merger = merger.to(device).train(block.training)
-    block.merger = merger
+    block.merger, block.slot = merger, slot
+    if merger is not None and merger.needs:
+        record_(projection, slot.state, slot.index)
+    become_(block, merging)
+
+
+def revert_block_(block: Any, host: type[nn.Module], projection: nn.Module) -> None:
+    """Undo `convert_block_`."""
+    stop_recording_(projection)
+    del block.merger, block.slot
+    become_(block, host)
 
 
 def observed_shapes(

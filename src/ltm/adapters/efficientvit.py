@@ -23,15 +23,15 @@ from ltm.adapters.base import (
     Layout,
     MergingMixin,
     Run,
-    attach_merger_,
-    become_,
+    Slot,
+    convert_block_,
     make_slots,
     observed_shapes,
     register,
+    revert_block_,
     starts_of,
 )
 from ltm.adapters.grids import (
-    POOL,
     MergingGridModel,
     classes_of,
     convert_model_,
@@ -40,7 +40,6 @@ from ltm.adapters.grids import (
     tokens_to_map,
 )
 from ltm.adapters.state import TokenState
-from ltm.adapters.taps import tap_, untap_
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -52,13 +51,13 @@ class SizedKernel(nn.Module):
     It is applied to queries as well, whose scale cancels.
     """
 
-    def __init__(self, kernel: nn.Module, state: TokenState, index: int) -> None:
+    def __init__(self, kernel: nn.Module, slot: Slot) -> None:
         super().__init__()
-        self.kernel, self.state, self.index = kernel, state, index
+        self.kernel, self.slot = kernel, slot
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.kernel(x)
-        size = self.state.read(("size", self.index))
+        out, slot = self.kernel(x), self.slot
+        size = slot.state.frame.tokens[slot.index].size if slot.proportional else None
         return out if size is None else out * size[:, None, :, None].to(out.dtype)
 
 
@@ -67,8 +66,6 @@ class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.entering(x)
-        slot = self.slot
-        slot.state.write(("size", slot.index), tokens.size if slot.proportional else None)
         z = self.context_module(x)
         grid = (z.shape[2], z.shape[3])
         keeps_grid = self.merger is None or self.merger.keeps_grid
@@ -78,10 +75,10 @@ class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
         if merge is not None and not keeps_grid:
             return self.local_on_merged(merged, merge, grid)
         if merge is not None:
-            grid = cast("Site", slot.site).grid_for(grid)
+            grid = cast("Grid", tokens.grid)
             z = tokens_to_map(merged, grid)
-        if slot.last and tokens.size is not None:
-            slot.state.write(POOL, tokens.size.reshape(-1, *grid))
+        if self.slot.last and tokens.size is not None:
+            self.slot.state.frame.pool = tokens.size.reshape(-1, *grid)
         return self.local_module(z)
 
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -171,13 +168,9 @@ class EfficientViTAdapter(Adapter):
         blocks: list[Any] = [block for _, block in efficientvit_blocks(model)]
         starts = starts_of([_width(block) for block in blocks], config)
         for block, slot in zip(blocks, make_slots(config, sites, state, starts), strict=True):
-            attach_merger_(block, config, slot.site)
             attention = cast("LiteMLA", block.context_module.main)
-            attention.kernel_func = SizedKernel(attention.kernel_func, state, slot.index)
-            if block.merger is not None and block.merger.needs:
-                tap_(attention.qkv.conv, state, ("qkv", slot.index))
-            block.slot = slot
-            become_(block, MergingEfficientVitBlock)
+            attention.kernel_func = SizedKernel(attention.kernel_func, slot)
+            convert_block_(block, config, slot, MergingEfficientVitBlock, attention.qkv.conv)
         convert_model_(model, state, _CLASSES)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -188,10 +181,8 @@ class EfficientViTAdapter(Adapter):
             if not isinstance(block, MergingEfficientVitBlock):
                 continue
             attention = cast("LiteMLA", block.context_module.main)
-            untap_(attention.qkv.conv)
             attention.kernel_func = cast("SizedKernel", attention.kernel_func).kernel
-            del block.merger, block.slot
-            become_(block, EfficientVitBlock)
+            revert_block_(block, EfficientVitBlock, attention.qkv.conv)
         revert_model_(model, _CLASSES)
 
 

@@ -19,9 +19,6 @@ from ltm.core.schedule import Grid
 SMALL_MAP = 64
 """Sides up to which products stretch a map faster than torch's own kernel on a GPU."""
 
-POOL = "pool"
-"""The slot in which the last block leaves its token sizes, `b h w`, for the head."""
-
 
 def map_to_tokens(x: Tensor) -> Tensor:
     """`b c h w -> b (h w) c`."""
@@ -65,7 +62,7 @@ class SizedPool(SelectAdaptivePool2d):
     state: TokenState
 
     def forward(self, x: Tensor) -> Tensor:
-        size = self.state.take(POOL)
+        size = self.state.take_pool()
         if size is not None and self.pool_type in ("avg", "fastavg", "fast"):
             require_sizes(size, x)
             share = (size / size.mean(dim=(1, 2), keepdim=True)).to(x.dtype)
@@ -101,16 +98,16 @@ class MergingGridModel(Resizable):
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Timm's own; what comes out is known to the head, also after other forwards."""
         state = self.token_state
-        state.start()
+        state.open()
         features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
-        state.remember(features, Tokens(size=state.read(POOL)))
+        state.remember(features, Tokens(size=state.last_pool()))
         return features
 
     def forward_head(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Timm's own, on features of whichever forward."""
         known = self.token_state.recall(x)
         if known is not None:
-            self.token_state.write(POOL, known.size)
+            self.token_state.frame.pool = known.size
         return super().forward_head(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
 
     def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
@@ -123,7 +120,7 @@ class MergingGridModel(Resizable):
     ) -> Any:
         """Timm's own, with every map resampled to the size that its stride promises."""
         info = cast("Any", self).feature_info
-        self.token_state.start()
+        self.token_state.open()
         out = super().forward_intermediates(x, indices, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         taken, _ = feature_take_indices(len(info), indices)
         reductions = [info[index]["reduction"] for index in taken]
@@ -139,7 +136,7 @@ class MergingFeatures(FeatureListNet):
     token_state: TokenState
 
     def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
-        self.token_state.start()
+        self.token_state.open()
         maps = super().forward(x)
         reductions = cast("Any", self).feature_info.reduction()
         last = str(cast("Any", self).output_fmt).endswith("NHWC")

@@ -15,6 +15,7 @@ from timm.models.mobilevit import MobileVitBlock
 from timm.models.vision_transformer import Block as HostBlock
 from torch import Tensor, nn
 
+from ltm import kernels
 from ltm.adapters.base import (
     Adapter,
     Block,
@@ -22,12 +23,13 @@ from ltm.adapters.base import (
     MergingMixin,
     Run,
     become_,
+    convert_block_,
     make_slots,
     observed_shapes,
     register,
+    revert_block_,
 )
 from ltm.adapters.grids import (
-    POOL,
     MergingGridModel,
     classes_of,
     convert_model_,
@@ -35,12 +37,6 @@ from ltm.adapters.grids import (
     stretch,
 )
 from ltm.adapters.state import Tokens, TokenState
-from ltm.adapters.vit import (
-    attend,
-    attention_hints,
-    convert_block_,
-    revert_block_,
-)
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -83,7 +79,9 @@ class MergingLayer(MergingMixin, HostBlock):
     ) -> Tensor:
         tokens = self.entering(x)
         size = self.of_pixels(tokens.size) if self.slot.proportional else None
-        attended = attend(self.attn, self.norm1(x), size, attn_mask, is_causal)
+        attended = kernels.attend(
+            self.attn, self.norm1(x), size, mask=attn_mask, is_causal=is_causal
+        )
         z = x + self.drop_path1(self.ls1(attended))
         z = self.merge_pixels(z, tokens)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
@@ -95,21 +93,17 @@ class MergingLayer(MergingMixin, HostBlock):
         return size.repeat_interleave(self.area, dim=0)
 
     def merge_pixels(self, z: Tensor, tokens: Tokens) -> Tensor:
-        """Merge patches of pixels, and hand on the grid that they form."""
-        slot = self.slot
-        grid: Grid = slot.state.read(("grid", slot.index))
+        """Merge patches of pixels."""
         keeps_grid = self.merger is None or self.merger.keeps_grid
         patches, _, merge = self.merge(
-            pixels_to_patches(z, self.area), tokens, grid=grid if keeps_grid else None
+            pixels_to_patches(z, self.area), tokens, grid=tokens.grid if keeps_grid else None
         )
-        if merge is not None:
-            z = patches_to_pixels(patches, self.area)
-            grid = cast("Site", slot.site).grid_for(grid) if keeps_grid else grid
-        slot.state.write(("grid", slot.index + 1), grid)
-        return z
+        return z if merge is None else patches_to_pixels(patches, self.area)
 
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
-        per_pixel = attention_hints(self.attn, qkv, self.of_pixels(size), needs, class_token=False)
+        per_pixel = kernels.attention_hints(
+            self.attn, qkv, self.of_pixels(size), needs, class_token=False
+        )
         return {
             name: pixels_to_patches(value, self.area)
             if name == "keys"
@@ -135,7 +129,7 @@ class MergingMobileVitBlock(MobileVitBlock):
     def forward(self, x: Tensor) -> Tensor:
         state, first, end = self.slots
         if first == 0:
-            state.start()
+            state.open()
         shortcut = x
         x = self.conv_1x1(self.conv_kxk(x))
         height, width = x.shape[2:]
@@ -145,10 +139,10 @@ class MergingMobileVitBlock(MobileVitBlock):
         stretched = whole != (height, width)
         if stretched:
             x = stretch(x, whole)
-        state.write(("grid", first), grid)
+        state.leave(first - 1, state.fresh(grid))
         x = self.norm(self.transformer(unfold(x, patch)))
-        tokens: Tokens = state.read(end) or Tokens()
-        out_grid: Grid = state.read(("grid", end))
+        tokens = state.left_by(end - 1)
+        out_grid = cast("Grid", tokens.grid)
         if out_grid != grid:
             shortcut = self.follow(shortcut, whole, tokens, out_grid)
         elif tokens.merges:
@@ -175,7 +169,7 @@ class MergingMobileVitBlock(MobileVitBlock):
             size = tokens.size.reshape(-1, *grid)
             for dim, side in enumerate(patch, start=1):
                 size = size.repeat_interleave(side, dim=dim)
-            state.write(POOL, size)
+            state.frame.pool = size
         return fold(patches_to_pixels(patches, self.patch_area), patch, grid)
 
 
@@ -237,9 +231,9 @@ class MobileViTAdapter(Adapter):
         for host in hosts:
             first, end = end, end + len(host.transformer)
             for layer, slot in zip(host.transformer, slots[first:end], strict=True):
-                # The host writes the grid before its first layer runs, so it opens the forward.
-                slot.opens = False
-                convert_block_(layer, config, slot, MergingLayer)
+                # The host says what enters its first layer, so it opens the forward.
+                slot.opens = slot.starts = False
+                convert_block_(layer, config, slot, MergingLayer, layer.attn.qkv)
                 layer.area = host.patch_area
             host.slots = (state, first, end)
             become_(host, MergingMobileVitBlock)
@@ -252,7 +246,7 @@ class MobileViTAdapter(Adapter):
         for _, host in mobilevit_blocks(model):
             if isinstance(host, MergingMobileVitBlock):
                 for layer in host.transformer:
-                    revert_block_(layer)
+                    revert_block_(layer, HostBlock, layer.attn.qkv)
                     del layer.area
                 del host.slots
                 become_(host, MobileVitBlock)

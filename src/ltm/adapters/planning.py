@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from ltm.adapters.base import Adapter, Run
-from ltm.adapters.state import TokenState
-from ltm.adapters.tally import Tally
-from ltm.core.cost import count_macs, meta_copy, meta_images
+from ltm.adapters.base import Adapter, Run, Slot
+from ltm.adapters.state import Tokens, TokenState
+from ltm.core.cost import count_macs, meta_copy, meta_images, run_on_meta
 from ltm.core.schedule import (
     Grid,
     ceil_count,
@@ -59,7 +60,7 @@ class Planner:
         self.shadow = meta_copy(model)
         images = meta_images(self.shadow, image_size)
         self.macs_before = require_macs(self.shadow, images)
-        self.tally = Tally(self.shadow, images)
+        self._counter = _MacCounter(self.shadow, images)
         self._costs: dict[object, int] = {}
         self.layout = adapter.layout(self.shadow, image_size)
         self.set_config_(config)
@@ -108,7 +109,7 @@ class Planner:
                 if isinstance(module, Merger):
                     module.activate_()
             config = self.config.without_amount()
-            return self.tally.count(self.adapter.units(self.shadow), config, state)
+            return self._counter.count(self.adapter.units(self.shadow), config, state)
         finally:
             self.adapter.revert_(self.shadow)
 
@@ -315,3 +316,95 @@ def require_macs(shadow: nn.Module, images: Tensor) -> int:
         raise ValueError(
             f"image_size: the model cannot take images of {height} x {width} pixels ({reason})."
         ) from error
+
+
+class _Counted(NamedTuple):
+    """What is known about a module that was run before."""
+
+    macs: int
+    shape: tuple[int, ...]
+    tokens: Tokens
+    """What it leaves for the next block; its merges are those that it added itself."""
+
+
+class _MacCounter:
+    """Counts one network in its many conversions; what was counted before is passed over.
+
+    On `meta` only shapes matter: a module that gets what it got before costs what it cost before.
+    """
+
+    def __init__(self, shadow: nn.Module, images: Tensor) -> None:
+        self.shadow, self.images = shadow, images
+        self._counted: dict[object, _Counted] = {}
+        self._counter = FlopCounterMode(display=False)
+        self._passed = 0
+        """MACs of what was passed over."""
+
+    def count(self, units: Iterable[nn.Module], config: object, state: TokenState) -> int:
+        """MACs as the network is now; the units are blocks that depend on the config."""
+        blocks = {unit: (config, _signature(unit)) for unit in units}
+        others = {module: module for module in _apart_from(self.shadow, set(blocks))}
+        self._passed, self._counter = 0, FlopCounterMode(display=False)
+        for module, what in (*blocks.items(), *others.items()):
+            module.forward = self._watched(module, what, state)
+        try:
+            with self._counter:
+                run_on_meta(self.shadow, self.images)
+            return self._counter.get_total_flops() // 2 + self._passed
+        finally:
+            for module in (*blocks, *others):
+                del module.forward
+
+    def _watched(self, module: nn.Module, what: object, state: TokenState) -> Callable[..., Any]:
+        forward, slot = module.forward, getattr(module, "slot", None)
+
+        def run(*args: Any, **options: Any) -> Any:
+            if options or not isinstance(args[0], Tensor):
+                return forward(*args, **options)
+            key = what, tuple(args[0].shape)
+            if key in self._counted:
+                return self._pass_over(args[0], self._counted[key], slot, state)
+            before, merges = self._counter.get_total_flops(), _entering(slot, state).merges
+            out = forward(*args)
+            if isinstance(out, Tensor):
+                left = Tokens() if slot is None else state.left_by(slot.index)
+                added = Tokens(size=left.size, merges=left.merges[len(merges) :])
+                macs = (self._counter.get_total_flops() - before) // 2
+                self._counted[key] = _Counted(macs, tuple(out.shape), added)
+            return out
+
+        return run
+
+    def _pass_over(
+        self, x: Tensor, known: _Counted, slot: Slot | None, state: TokenState
+    ) -> Tensor:
+        self._passed += known.macs
+        if slot is not None:
+            merges = (*_entering(slot, state).merges, *known.tokens.merges)
+            state.leave(slot.index, Tokens(size=known.tokens.size, merges=merges))
+        return x.new_empty(known.shape)
+
+
+def _entering(slot: Slot | None, state: TokenState) -> Tokens:
+    """What is known about the tokens that enter a block."""
+    if slot is None or slot.starts:
+        return Tokens()
+    return state.left_by(slot.index - 1)
+
+
+def _apart_from(model: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
+    """The largest modules that neither hold any of the units nor are part of one."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if child not in units:
+            holds = not units.isdisjoint(child.modules())
+            found += _apart_from(child, units) if holds else [child]
+    return found
+
+
+def _signature(unit: nn.Module) -> tuple[object, ...]:
+    """What the cost of a unit depends on, besides the shape of its input."""
+    weights = tuple(tuple(p.shape) for n, p in unit.named_parameters() if "merger" not in n)
+    mergers = ((path, m) for path, m in unit.named_modules() if isinstance(m, Merger))
+    sites = tuple((path, type(m).__name__, m.site) for path, m in mergers)
+    return type(unit).__name__, weights, sites, getattr(unit, "window", None)

@@ -1,21 +1,21 @@
 """The state that travels with the tokens of one forward pass.
 
 `timm` runs its blocks one after the other with nothing but the tokens between them, so what a
-merge leaves behind (sizes, the carry, the merges so far) waits in a slot: the network opens a
-forward, block i reads slot i and writes slot i + 1. There is no hook, so stopping early, copying
-and exporting need no care.
+merge leaves behind (sizes, the carry, the merges so far) waits in a frame: the network opens one
+for a forward, block i reads what enters block i and writes what enters block i + 1. There is no
+hook, so stopping early, copying and exporting need no care.
 
-Tensors that somebody may come back with, after other forwards, are known by themselves: the input
-of a block, with which gradient checkpointing runs it again, and features that a head is given.
+Checkpointed inputs and returned features are looked up by tensor identity: gradient checkpointing
+runs a block again with the same input, and a head may be given features of an earlier forward.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
 from ltm.methods.base import Decision, Hints, Merger
 
-LABELS, PATCHES = "labels", "patches"
-"""The slots of the labels that were announced for a forward, and of the shape of its images."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,6 +41,8 @@ class Tokens:
     """True labels of the images, where somebody announced them."""
     patches: Grid | None = None
     """The shape in which a sequence's tokens stood while they were patches."""
+    grid: Grid | None = None
+    """The rectangle that the tokens form now, where they form one."""
 
 
 def require_sizes(size: Tensor, x: Tensor) -> None:
@@ -68,11 +69,25 @@ class Record:
 
 
 @dataclass(eq=False)
-class _Forward(threading.local):
-    """One thread's slots, and those of blocks that a backward pass runs again."""
+class Frame:
+    """One forward pass: what its blocks leave for those after them."""
 
-    slots: dict[Any, Any] = field(default_factory=dict)
-    again: dict[Any, Any] = field(default_factory=dict)
+    patches: Grid | None = None
+    labels: Tensor | None = None
+    tokens: dict[int, Tokens] = field(default_factory=dict)
+    """What is known about the tokens that enter each block."""
+    projected: dict[int, Tensor | None] = field(default_factory=dict)
+    """The output of each block's projection to queries and keys, until it is read."""
+    pool: Tensor | None = None
+    """The token sizes of the last map, `b h w`, until the head has read them."""
+
+
+@dataclass(eq=False)
+class _Thread(threading.local):
+    """One thread's frames: of its forward, and of blocks that a backward pass runs again."""
+
+    frame: Frame = field(default_factory=Frame)
+    again: Frame = field(default_factory=Frame)
     backward: int = -1
     records: list[Record] | None = None
     labels: Tensor | None = None
@@ -84,12 +99,14 @@ def _backward() -> int:
 
 
 class TokenState:
-    """Slots for one converted model, safe for forwards in several threads at once."""
+    """Frames for one converted model, safe for forwards in several threads at once."""
 
     def __init__(self) -> None:
-        self._forward = _Forward()
-        self._latest = self._forward.slots
-        self._traced: dict[Any, Any] = {}
+        self._thread = _Thread()
+        self._latest = self._thread.frame
+        """The last forward of any thread: backward passes have threads of their own."""
+        self._traced = Frame()
+        """A graph is traced once for all threads, and tracers cannot look into thread-locals."""
         self._known = WeakTensorKeyDictionary()
         self._announced: Tensor | None = None
         """The labels that graphs see."""
@@ -102,51 +119,104 @@ class TokenState:
     def __reduce__(self) -> tuple[type[TokenState], tuple[()]]:
         return TokenState, ()
 
-    def _slots(self) -> dict[Any, Any]:
-        # A graph is traced once for all threads, and tracers cannot look into thread-locals.
+    @property
+    def frame(self) -> Frame:
+        """The frame to write to."""
         if torch.compiler.is_compiling():
             return self._traced
-        backward, forward = _backward(), self._forward
+        backward, thread = _backward(), self._thread
         if backward == -1:
-            return forward.slots
-        if forward.backward != backward:
-            forward.backward, forward.again = backward, {}
-        return forward.again
+            return thread.frame
+        if thread.backward != backward:
+            thread.backward, thread.again = backward, Frame()
+        return thread.again
 
-    def start(self, patches: Grid | None = None) -> None:
+    def _read(self, look: Callable[[Frame], _T | None]) -> _T | None:
+        """What a frame holds: what is not there was left by others.
+
+        By the forward that runs again, or by a block that is compiled.
+        """
+        found = look(self.frame)
+        if found is not None or torch.compiler.is_compiling():
+            return found
+        found = look(self._latest) if _backward() != -1 else None
+        return look(self._traced) if found is None else found
+
+    def open(self, patches: Grid | None = None) -> None:
         """Forget the forward before: called by the network and, where it runs alone, a first block.
 
-        The network itself, because a first block that is compiled cannot reach a thread's slots.
+        The network itself, because a first block that is compiled cannot reach a thread's frame.
         """
         if not torch.compiler.is_compiling():
             if _backward() != -1:
                 return
-            slots = {LABELS: self._forward.labels, PATCHES: patches}
-            self._latest = self._forward.slots = slots
-        self._traced = {PATCHES: patches}
+            frame = Frame(patches=patches, labels=self._thread.labels)
+            self._latest = self._thread.frame = frame
+        self._traced = Frame(patches=patches)
 
-    def enter(self, index: int | None, x: Tensor) -> Tokens:
-        """What is known about the tokens that enter a block; no index where they are patches."""
+    def fresh(self, grid: Grid | None = None) -> Tokens:
+        """Patches that nothing has merged yet."""
         if torch.compiler.is_compiling():
-            if index is None:
-                return Tokens(labels=self._announced, patches=self._traced.get(PATCHES))
-            if index not in self._traced:
+            return Tokens(labels=self._announced, patches=self._traced.patches, grid=grid)
+        frame, labels = self._latest, self._latest.labels
+        if _backward() == -1:
+            frame, labels = self._thread.frame, self._thread.labels
+        return Tokens(labels=labels, patches=frame.patches, grid=grid)
+
+    def enter(self, index: int, x: Tensor, *, starts: bool) -> Tokens:
+        """What is known about the tokens that enter a block; `starts`: they are patches."""
+        if torch.compiler.is_compiling():
+            if not starts and index not in self._traced.tokens:
                 raise RuntimeError(
                     f"torch.compile: block {index} alone cannot know what was merged before it; "
                     "compile the whole model."
                 )
-            return self._traced[index]
-        if _backward() == -1:
-            slots = self._forward.slots
-            known = None if index is None else slots.get(index) or self._traced.get(index)
-            tokens = known or Tokens(labels=self._forward.labels, patches=slots.get(PATCHES))
+            tokens = self.fresh() if starts else self._traced.tokens[index]
+        elif _backward() == -1:
+            # Written out: functions called from here may be compiled by themselves, and would see
+            # the frame of graphs.
+            frame, left = self._thread.frame, self._traced.tokens.get(index)
+            known = None if starts else frame.tokens.get(index) or left
+            tokens = known or Tokens(labels=self._thread.labels, patches=frame.patches)
             if torch.is_grad_enabled():
                 self.remember(x, tokens)
-            return tokens
-        # Run again, maybe after other forwards and on a thread of autograd's own.
-        known = self.recall(x) or (None if index is None else self.read(index))
-        slots = self._latest
-        return known or Tokens(labels=slots.get(LABELS), patches=slots.get(PATCHES))
+        else:
+            # Run again, maybe after other forwards and on a thread of autograd's own.
+            tokens = self.recall(x)
+            if tokens is None and not starts:
+                tokens = self._read(lambda frame: frame.tokens.get(index))
+            tokens = tokens or self.fresh()
+        self.frame.tokens[index] = tokens
+        return tokens
+
+    def leave(self, index: int, tokens: Tokens) -> None:
+        """Note what is known about the tokens that leave a block."""
+        self.frame.tokens[index + 1] = tokens
+
+    def left_by(self, index: int) -> Tokens:
+        """What is known about the tokens that left a block."""
+        return self._read(lambda frame: frame.tokens.get(index + 1)) or Tokens()
+
+    def take_projected(self, index: int) -> Tensor:
+        """A block's queries and keys, read once: what is large does not outlive its use."""
+        # Not deleted: graphs put back all entries of a dictionary that has lost one.
+        found = self.frame.projected.get(index)
+        self.frame.projected[index] = None
+        if found is None and not torch.compiler.is_compiling():
+            found = self._traced.projected.pop(index, None)
+        assert found is not None
+        return found
+
+    def take_pool(self) -> Tensor | None:
+        """The token sizes of the last map, read once."""
+        found, self.frame.pool = self.frame.pool, None
+        if found is None and not torch.compiler.is_compiling():
+            found, self._traced.pool = self._traced.pool, None
+        return found
+
+    def last_pool(self) -> Tensor | None:
+        """The token sizes of the last map, which stay."""
+        return self._read(lambda frame: frame.pool)
 
     def remember(self, x: Tensor, tokens: Tokens) -> None:
         """Know a tensor by itself, for as long as somebody holds it."""
@@ -157,43 +227,23 @@ class TokenState:
         """What is known about a tensor by itself."""
         return None if torch.compiler.is_compiling() else self._known.get(x)
 
-    def write(self, key: Any, value: Any) -> None:
-        self._slots()[key] = value
-
-    def read(self, key: Any) -> Any:
-        slots = self._slots()
-        if key in slots or torch.compiler.is_compiling():
-            return slots.get(key)
-        # What is not here was left by the forward that runs again, or by a block that is compiled.
-        again = self._latest if _backward() != -1 else {}
-        return again.get(key, self._traced.get(key))
-
-    def take(self, key: Any) -> Any:
-        """Read once: what is large does not outlive its use."""
-        slots = self._slots()
-        # Not deleted: graphs put back all entries of a dictionary that has lost one.
-        found, slots[key] = slots.get(key), None
-        if found is None and not torch.compiler.is_compiling():
-            found = self._traced.pop(key, None)
-        return found
-
     @property
     def watched(self) -> bool:
-        return not torch.compiler.is_compiling() and self._forward.records is not None
+        return not torch.compiler.is_compiling() and self._thread.records is not None
 
     def record(self, record: Record) -> None:
-        if self._forward.records is not None:
-            self._forward.records.append(record)
+        if self._thread.records is not None:
+            self._thread.records.append(record)
 
     @contextmanager
     def watching(self) -> Iterator[list[Record]]:
         """Collect a record per site of the forwards inside."""
-        before, records = self._forward.records, []
-        self._forward.records = records
+        before, records = self._thread.records, []
+        self._thread.records = records
         try:
             yield records
         finally:
-            self._forward.records = before
+            self._thread.records = before
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -207,9 +257,9 @@ class TokenState:
     @contextmanager
     def announcing(self, labels: Tensor | None) -> Iterator[None]:
         """Let mergers see the true labels of the forwards inside."""
-        before = self._forward.labels
-        self._forward.labels = self._announced = labels
+        before = self._thread.labels
+        self._thread.labels = self._announced = labels
         try:
             yield
         finally:
-            self._forward.labels = self._announced = before
+            self._thread.labels = self._announced = before

@@ -1,4 +1,7 @@
-"""Swin: merge the map after its windows are put back, before the MLP."""
+"""Swin: merge the map after its attention windows are put back, before the MLP.
+
+Methods that keep no grid merge inside every window.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from timm.models.swin_transformer import (
     SwinTransformer,
     SwinTransformerBlock,
+    window_partition,
+    window_reverse,
 )
 from torch import Tensor, nn
 
+from ltm import kernels
 from ltm.adapters.base import (
     Adapter,
     Block,
@@ -21,20 +28,133 @@ from ltm.adapters.base import (
     MergingMixin,
     Run,
     Slot,
-    attach_merger_,
-    become_,
+    convert_block_,
     make_slots,
     observed_shapes,
     register,
+    revert_block_,
     starts_of,
 )
-from ltm.adapters.grids import POOL, MergingGridModel, classes_of, convert_model_, revert_model_
+from ltm.adapters.grids import MergingGridModel, classes_of, convert_model_, revert_model_
 from ltm.adapters.state import Tokens, TokenState
-from ltm.adapters.taps import tap_, untap_
-from ltm.adapters.vit import attention_hints
-from ltm.adapters.windows import WindowMerge, Windows
+from ltm.core.merge import Merge, Merged
 from ltm.core.schedule import Grid, halve
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+
+_FAR = -100.0
+"""What timm adds to the score of a pair that must not attend."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a map is cut into attention windows: padded, then shifted, then cut."""
+
+    grid: Grid
+    window: Grid
+    shift: Grid
+    shift_first: bool = False
+    """Shifted, then padded, as timm does it."""
+
+    @property
+    def padded(self) -> Grid:
+        (h, w), (wh, ww) = self.grid, self.window
+        return -(-h // wh) * wh, -(-w // ww) * ww
+
+    def cut(self, x: Tensor) -> Tensor:
+        """`b h w c -> (b windows) area c`. Padding before shifting keeps edges apart."""
+        back = (-self.shift[0], -self.shift[1])
+        x = self._pad(_roll(x, back)) if self.shift_first else _roll(self._pad(x), back)
+        return window_partition(x, self.window).flatten(1, 2)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        (h, w), (hp, wp) = self.grid, self.padded
+        return x if (h, w) == (hp, wp) else F.pad(x, (0, 0, 0, wp - w, 0, hp - h))
+
+    def join(self, windows: Tensor) -> Tensor:
+        """`(b windows) area c -> b h w c`, the inverse of `cut`."""
+        x = window_reverse(windows.unflatten(1, self.window), self.window, *self.padded)
+        h, w = self.grid
+        x = _roll(x[:, :h, :w], self.shift) if self.shift_first else _roll(x, self.shift)[:, :h, :w]
+        return x.contiguous()
+
+    def mask(self, size: Tensor | None, reference: Tensor) -> Tensor | None:
+        """The bias of the scores, `windows area area`: who may attend, and log sizes of keys."""
+        if size is None and self.grid == self.padded and not any(self.shift):
+            return None
+        real = reference.new_ones(1, *self.grid, 1)
+        sizes = real if size is None else size.reshape(-1, *self.grid, 1).to(real.dtype)
+        keys = self.cut(sizes)[..., 0]
+        bias = torch.where(keys > 0, keys.clamp_min(1e-6).log(), _FAR)[:, None, :]
+        if not any(self.shift):
+            return bias.expand(-1, bias.shape[-1], -1)
+        region = window_partition(self._regions(reference), self.window).flatten(1)
+        apart = region[:, :, None] != region[:, None, :]
+        return bias + _FAR * apart.to(bias.dtype)
+
+    def _regions(self, reference: Tensor) -> Tensor:
+        """Numbers of the parts of the shifted map that were no neighbours before the shift."""
+        parts = []
+        for side, window, shift in zip(self.padded, self.window, self.shift, strict=True):
+            place = torch.arange(side, device=reference.device)
+            parts.append((place >= side - window).int() + (place >= side - shift).int())
+        return (3 * parts[0][:, None] + parts[1])[None, :, :, None]
+
+
+def _roll(x: Tensor, by: Grid) -> Tensor:
+    return torch.roll(x, by, (1, 2)) if any(by) else x
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WindowMerge(Merge):
+    """A merge inside every window, as a merge of the whole map."""
+
+    inner: Merge
+    windows: Windows
+
+    @property
+    def num_in(self) -> int:
+        return self.windows.grid[0] * self.windows.grid[1]
+
+    @property
+    def num_out(self) -> int:
+        (hp, wp), (wh, ww) = self.windows.padded, self.windows.window
+        return (hp // wh) * (wp // ww) * self.inner.num_out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        merged = self.inner(self.windows.cut(x.unflatten(1, self.windows.grid)))
+        return merged.reshape(x.shape[0], -1, x.shape[2])
+
+    def apply(self, x: Tensor, size: Tensor | None, values: Tensor | None = None) -> Merged:
+        grid = self.windows.grid
+        maps = x.new_ones(1, *grid, 1) if size is None else size.reshape(-1, *grid, 1)
+        inside = self.windows.cut(maps.expand(x.shape[0], -1, -1, -1))[..., 0]
+        merged, sizes, _ = self.inner.apply(self.windows.cut(x.unflatten(1, grid)), inside.float())
+        return Merged(
+            merged.reshape(x.shape[0], -1, x.shape[2]),
+            sizes.reshape(x.shape[0], -1),
+            None if values is None else self.hand_on(values),
+        )
+
+    def restore(self, y: Tensor) -> Tensor:
+        windows = self.inner.restore(y.reshape(-1, self.inner.num_out, y.shape[2]))
+        return self.windows.join(windows).flatten(1, 2)
+
+    def weights(self) -> Tensor:
+        inner = self.inner.weights()
+        per_image = self.num_out // self.inner.num_out
+        inner = inner.unflatten(0, (-1, per_image))
+        whole = torch.stack([torch.block_diag(*image) for image in inner])
+        places = self.windows.cut(
+            torch.arange(1, self.num_in + 1, device=inner.device).reshape(1, *self.windows.grid, 1)
+        ).flatten()
+        order = torch.argsort(places, stable=True)[(places == 0).sum() :]
+        return whole[:, order]
+
+    def sizes(self, size: Tensor) -> Tensor:
+        maps = size.expand(1, -1).reshape(-1, *self.windows.grid, 1)
+        inside = self.windows.cut(maps)[..., 0]
+        repeats = self.inner.weights().shape[0] // inside.shape[0]
+        return self.inner.sizes(inside.repeat(repeats, 1)).reshape(-1, self.num_out)
 
 
 class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
@@ -55,13 +175,12 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
             z.flatten(1, 2), tokens, grid=grid if keeps_grid else None, windows=windows
         )
         out = merged + self.drop_path2(self.mlp(self.norm2(merged)))
-        if merge is not None and keeps_grid:
-            assert self.slot.site is not None
-            grid = self.slot.site.grid_for(grid)
-        elif merge is not None:
+        if merge is not None and not keeps_grid:
             out = merge.restore(out)
+        elif merge is not None and tokens.grid is not None:
+            grid = tokens.grid
         if self.slot.last and keeps_grid and tokens.size is not None:
-            self.slot.state.write(POOL, tokens.size.reshape(-1, *grid))
+            self.slot.state.frame.pool = tokens.size.reshape(-1, *grid)
         return out.unflatten(1, grid)
 
     def attend(self, x: Tensor, tokens: Tokens, windows: Windows) -> Tensor:
@@ -81,8 +200,8 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
             real = windows.cut(z.new_ones(z.shape[0], *windows.grid, 1))[..., 0].float()
         found: dict[str, Any] = {}
         if merger.needs:
-            qkv = self.slot.state.take(("qkv", self.slot.index))
-            found = attention_hints(self.attn, qkv, real, merger.needs, class_token=False)
+            qkv = self.slot.state.take_projected(self.slot.index)
+            found = kernels.attention_hints(self.attn, qkv, real, merger.needs, class_token=False)
         labels = hints.labels
         if labels is not None:
             labels = labels.repeat_interleave(inside.shape[0] // z.shape[0])
@@ -183,14 +302,11 @@ def _merged_grids(
 
 
 def _convert_block_(block: Any, config: MethodConfig, slot: Slot, grid: Grid | None) -> None:
-    attach_merger_(block, config, slot.site)
     window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
     if grid is not None and grid != tuple(block.input_resolution):
         window, shift = _fit_window_(block, grid, slot)
-    block.slot, block.window, block.shift, block.whole = slot, window, shift, grid is None
-    if block.merger is not None and block.merger.needs:
-        tap_(block.attn.qkv, slot.state, ("qkv", slot.index))
-    become_(block, MergingSwinBlock)
+    block.window, block.shift, block.whole = window, shift, grid is None
+    convert_block_(block, config, slot, MergingSwinBlock, block.attn.qkv)
 
 
 def _fit_window_(block: Any, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
@@ -260,8 +376,6 @@ def _set_windows_(block: MergingSwinBlock, windows: _Fitted) -> None:
 def _revert_block_(block: nn.Module) -> None:
     if not isinstance(block, MergingSwinBlock):
         return
-    untap_(block.attn.qkv)
     _host_windows_(block)
-    for name in ("merger", "slot", "window", "shift", "whole"):
-        delattr(block, name)
-    become_(block, SwinTransformerBlock)
+    del block.window, block.shift, block.whole
+    revert_block_(block, SwinTransformerBlock, block.attn.qkv)

@@ -20,14 +20,14 @@ from ltm.adapters.base import (
     MergingMixin,
     Run,
     Slot,
-    attach_merger_,
     become_,
+    convert_block_,
     make_slots,
     register,
+    revert_block_,
 )
 from ltm.adapters.conversion import Resizable
 from ltm.adapters.state import Tokens, TokenState, require_sizes
-from ltm.adapters.taps import tap_, untap_
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -46,60 +46,17 @@ class MergingBlock(MergingMixin, HostBlock):
         if (attn_mask is not None or is_causal) and tokens.merges:
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
         size = tokens.size if self.slot.proportional else None
-        power = self.slot.counting
-        attended = attend(self.attn, self.norm1(x), size, attn_mask, is_causal, power=power)
+        attended = kernels.attend(
+            self.attn, self.norm1(x), size, self.slot.counting, mask=attn_mask, is_causal=is_causal
+        )
         z = x + self.drop_path1(self.ls1(attended))
         z, *_ = self.merge(z, tokens)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
 
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
-        power = self.slot.counting
-        return attention_hints(
-            self.attn, qkv, size, needs, class_token=self.class_token, power=power
+        return kernels.attention_hints(
+            self.attn, qkv, size, needs, self.slot.counting, class_token=self.class_token
         )
-
-
-def attend(
-    attn: nn.Module,
-    x: Tensor,
-    size: Tensor | None,
-    mask: Tensor | None,
-    is_causal: bool,
-    *,
-    power: float = 1.0,
-) -> Tensor:
-    """The host's attention; with sizes, to tokens that count as often as their size says."""
-    host = cast("Attention", attn)
-    if size is None:
-        return host(x, attn_mask=mask, is_causal=is_causal)
-    return kernels.attend(host, x, size, power)
-
-
-def attention_hints(
-    attn: nn.Module,
-    qkv: Tensor,
-    size: Tensor | None,
-    needs: frozenset[str],
-    *,
-    class_token: bool,
-    power: float = 1.0,
-) -> dict[str, Tensor]:
-    """Mean keys, and the attention that tokens receive, from a `qkv` projection's output."""
-    host = cast("Attention", attn)
-    found: dict[str, Tensor] = {}
-    if "importance" in needs:
-        found["importance"] = kernels.importance(host, qkv, size, power, class_token=class_token)
-    if needs <= {"importance"}:
-        return found
-    query, key = kernels.queries_and_keys(host, qkv)
-    if "keys" in needs:
-        found["keys"] = key.mean(dim=2)
-    if "attention" in needs:
-        received = kernels.received(query, key, host.scale, size, power)
-        # Tokens that are masked out ask no questions.
-        asks = received.new_ones(1, received.shape[1]) if size is None else (size > 0).float()
-        found["attention"] = ((asks / asks.sum(1, keepdim=True))[:, None] @ received)[:, 0]
-    return found
 
 
 class MergingModel(Resizable):
@@ -114,16 +71,16 @@ class MergingModel(Resizable):
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Timm's own; what comes out is known to the pool, also after other forwards."""
         slot = self._last_slot()
-        slot.state.start(self._patches(x))
+        slot.state.open(self._patches(x))
         features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
-        slot.state.remember(features, slot.state.read(slot.index + 1) or Tokens())
+        slot.state.remember(features, slot.state.left_by(slot.index))
         return features
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Averages weigh tokens by the patches they stand for; what is not there is no largest."""
         host, slot = cast("VisionTransformer", self), self._last_slot()
         kind = host.global_pool if pool_type is None else pool_type
-        tokens: Tokens = slot.state.recall(x) or slot.state.read(slot.index + 1) or Tokens()
+        tokens: Tokens = slot.state.recall(x) or slot.state.left_by(slot.index)
         size = tokens.size
         if kind not in ("avg", "avgmax", "max") or size is None or size.shape[1] != x.shape[1]:
             return super().pool(x, pool_type)  # pyright: ignore[reportAttributeAccessIssue]
@@ -152,7 +109,7 @@ class MergingModel(Resizable):
         assert output_fmt in ("NCHW", "NLC"), "Output format must be one of NCHW or NLC."
         host, as_map = cast("VisionTransformer", self), output_fmt == "NCHW"
         grid = self._patches(x)
-        self._last_slot().state.start(grid)
+        self._last_slot().state.open(grid)
         out = super().forward_intermediates(  # pyright: ignore[reportAttributeAccessIssue]
             x, indices, return_prefix_tokens, norm, stop_early, "NLC", *args, **options
         )
@@ -160,7 +117,7 @@ class MergingModel(Resizable):
 
         def restore(block: int, y: Tensor) -> Tensor:
             slot: Slot = cast("Any", host.blocks[block]).slot
-            tokens: Tokens = slot.state.read(block + 1) or Tokens()
+            tokens: Tokens = slot.state.left_by(block)
             k = host.num_prefix_tokens
             y = restore_through(tokens.merges, nn.functional.pad(y, (0, 0, k, 0)))[:, k:]
             return y.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous() if as_map else y
@@ -240,7 +197,7 @@ class ViTAdapter(Adapter):
         for block, slot in zip(vit.blocks, make_slots(config, sites, state, starts), strict=True):
             slot.counting = config.counting()
             slot.opens = False  # The network opens the forward: it knows the shape of the image.
-            convert_block_(block, config, slot)
+            convert_block_(block, config, slot, MergingBlock, block.attn.qkv)
             cast("Any", block).class_token = vit.cls_token is not None
         become_(vit, _CLASSES[type(vit)])
 
@@ -253,30 +210,8 @@ class ViTAdapter(Adapter):
         vit = find_vit(model)
         assert vit is not None
         for block in vit.blocks:
-            revert_block_(block)
-            vars(block).pop("class_token", None)
+            if isinstance(block, MergingBlock):
+                revert_block_(block, HostBlock, block.attn.qkv)
+                del block.class_token
         hosts = {merging: host for host, merging in _CLASSES.items()}
         become_(vit, hosts.get(type(vit), type(vit)))
-
-
-def convert_block_(
-    block: Any,
-    config: MethodConfig,
-    slot: Slot,
-    merging: type[nn.Module] = MergingBlock,
-) -> None:
-    """A host block becomes a merging one; its projection is tapped where the merger needs it."""
-    attach_merger_(block, config, slot.site)
-    block.slot = slot
-    if block.merger is not None and block.merger.needs:
-        tap_(cast("nn.Linear", cast("Any", block).attn.qkv), slot.state, ("qkv", slot.index))
-    become_(block, merging)
-
-
-def revert_block_(block: nn.Module, host: type[nn.Module] = HostBlock) -> None:
-    """Undo `convert_block_`."""
-    if isinstance(block, MergingMixin):
-        untap_(cast("Any", block).attn.qkv)
-        del block.merger
-        del block.slot
-        become_(block, host)

@@ -1,6 +1,6 @@
 """One call a step: its torch definition, and beside it the Triton kernel that does it on GPUs."""
 
-from ltm.kernels.attention import attend, importance, queries_and_keys, received
+from ltm.kernels.attention import attend, attention_hints
 from ltm.kernels.dispatch import compact, enable, is_recorded
 from ltm.kernels.matching import Placement, Rule, match
 from ltm.kernels.merging import Groups, Merged, merge_grid, merge_groups, merge_matrix, widened
@@ -13,16 +13,14 @@ __all__ = [
     "Rule",
     "Step",
     "attend",
+    "attention_hints",
     "compact",
     "enable",
-    "importance",
     "is_recorded",
     "match",
     "merge_grid",
     "merge_groups",
     "merge_matrix",
-    "queries_and_keys",
-    "received",
     "weigh",
     "widened",
 ]

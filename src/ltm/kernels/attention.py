@@ -6,7 +6,7 @@ Letters: b images, t tokens with their prefix, h heads, d channels of a head.
 # ruff: noqa: ARG001 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
@@ -36,14 +36,55 @@ class SelfAttention(Protocol):
 
 
 def attend(
-    layer: SelfAttention, x: Float[Tensor, "b t c"], size: Float[Tensor, "_ t"], power: float = 1.0
+    layer: SelfAttention,
+    x: Float[Tensor, "b t c"],
+    size: Float[Tensor, "_ t"] | None,
+    power: float = 1.0,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
 ) -> Float[Tensor, "b t c"]:
-    """The layer's output where a token counts as often as its size, to a power, says."""
+    """The layer's output where a token counts as often as its size, to a power, says.
+
+    Masks are for tokens that all count alike.
+    """
+    if size is None:
+        return layer(x, attn_mask=mask, is_causal=is_causal)
     learned = layer.qkv.parameters() if torch.is_grad_enabled() else ()
     if not (_is_plain(layer) and layer.head_dim <= _MAX_HEAD and uses_triton(x, *learned)):
         return layer(x, attn_mask=size_bias(size, x.dtype, power))
     attended = _attention(layer.qkv(x), size, layer.num_heads, layer.scale, power)
     return layer.proj_drop(layer.proj(attended))
+
+
+def attention_hints(
+    layer: SelfAttention,
+    qkv: Float[Tensor, "b t 3hd"],
+    size: Float[Tensor, "_ t"] | None,
+    needs: AbstractSet[str],
+    power: float = 1.0,
+    *,
+    class_token: bool,
+) -> dict[str, Tensor]:
+    """What a merger needs of the layer, from the output of its projection.
+
+    keys: a mean over heads. importance: attention received from the class token, or from the mean
+    query without one. attention: attention received on average over all tokens.
+    """
+    found: dict[str, Tensor] = {}
+    if "importance" in needs:
+        found["importance"] = importance(layer, qkv, size, power, class_token=class_token)
+    if needs <= {"importance"}:
+        return found
+    query, key = _queries_and_keys(layer, qkv)
+    if "keys" in needs:
+        found["keys"] = key.mean(dim=2)
+    if "attention" in needs:
+        received = _received(query, key, layer.scale, size, power)
+        # Tokens that are masked out ask no questions.
+        asks = received.new_ones(1, received.shape[1]) if size is None else (size > 0).float()
+        found["attention"] = ((asks / asks.sum(1, keepdim=True))[:, None] @ received)[:, 0]
+    return found
 
 
 def importance(
@@ -58,12 +99,12 @@ def importance(
     fits = class_token and qkv.shape[1] <= _MAX_TOKENS and layer.head_dim <= _MAX_HEAD
     if fits and _is_plain(layer) and uses_triton(qkv):
         return _importance(qkv, size, layer.num_heads, layer.scale, power)
-    query, key = queries_and_keys(layer, qkv)
+    query, key = _queries_and_keys(layer, qkv)
     asking = query[:, :1] if class_token else query.mean(dim=1, keepdim=True)
-    return received(asking, key, layer.scale, size, power).mean(dim=1)
+    return _received(asking, key, layer.scale, size, power).mean(dim=1)
 
 
-def queries_and_keys(
+def _queries_and_keys(
     layer: SelfAttention, qkv: Float[Tensor, "b t 3hd"]
 ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t h d"]]:
     """What the layer compares, from the output of its projection."""
@@ -72,7 +113,7 @@ def queries_and_keys(
     return (norms.q_norm(query), norms.k_norm(key)) if hasattr(layer, "k_norm") else (query, key)
 
 
-def received(
+def _received(
     query: Float[Tensor, "b q h d"],
     key: Float[Tensor, "b t h d"],
     scale: float,

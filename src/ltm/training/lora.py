@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ltm.adapters.taps import Tapped, tap_, untap_
+from ltm.adapters.base import record_, stop_recording_
 
 _ADAPTER = "default"
 
@@ -28,11 +28,11 @@ def add_lora_(
             f"lora_targets: no projection of this network is named {' or '.join(targets)}"
         )
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers, lora_dropout=0.0)
-    taps = {name: _untapped_(model.get_submodule(name)) for name in layers}
+    recorded = {name: stop_recording_(model.get_submodule(name)) for name in layers}
     peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
-    for name, tap in taps.items():
-        if tap is not None:
-            tap_(model.get_submodule(name), *tap)
+    for name, where in recorded.items():
+        if where is not None:
+            record_(model.get_submodule(name), *where)
     return len(layers)
 
 
@@ -41,13 +41,13 @@ def merge_lora_(model: nn.Module) -> int:
     layer_type: Any = import_module("peft.tuners.tuners_utils").BaseTunerLayer
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, layer_type)]
     for name, layer in found:
-        tap = _untapped_(layer)
+        recorded = stop_recording_(layer)
         adapted: Any = layer
         adapted.merge()
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, adapted.base_layer)
-        if tap is not None:
-            tap_(adapted.base_layer, *tap)
+        if recorded is not None:
+            record_(adapted.base_layer, *recorded)
     return len(found)
 
 
@@ -80,15 +80,6 @@ def target_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
         if named and not inside and isinstance(module, nn.Linear | nn.Conv2d):
             found.append(name)
     return found
-
-
-def _untapped_(layer: nn.Module) -> tuple[Any, Any] | None:
-    """Stop reading a projection; returns where its output went."""
-    if not isinstance(layer, Tapped):
-        return None
-    tap = layer.tap
-    untap_(layer)
-    return tap
 
 
 def _peft() -> Any:
