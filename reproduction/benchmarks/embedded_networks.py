@@ -74,7 +74,7 @@ def main() -> None:
     args = options.parse_args()
     for name in args.networks:
         run = args.output / name.lower()
-        train(settings(name, args.epochs, args.seed), run, resume="auto")
+        train(settings=settings(name, args.epochs, args.seed), output=run, resume="auto", say=print)
         keep(name, run)
     report = {
         "command": f"python -m reproduction.benchmarks.embedded_networks --epochs {args.epochs}",

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ltm.training.recipes import SCRATCH
 from ltm.training.run import train
@@ -78,7 +77,7 @@ def run_once(family: str, method: str, seed: int, arguments: argparse.Namespace)
     start = time.perf_counter()
     settings = settings_of(family, method, seed, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        result = train(settings, folder, console=Console(quiet=True))
+        result = train(settings=settings, output=folder)
     last = result.history[-1]
     return {
         "family": family,

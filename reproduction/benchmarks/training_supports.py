@@ -68,7 +68,7 @@ def run_once(options: argparse.Namespace, ratio: float) -> dict[str, Any]:
     whole = answers(build(plain, num_classes).model, settings)
     untrained = answers(build(settings, num_classes).model, settings)
     with tempfile.TemporaryDirectory() as folder:
-        run = train(settings, folder)
+        run = train(settings=settings, output=folder, say=print)
         assert run.model is not None
         tuned = answers(run.model, settings)
     gain = paired_interval(tuned.correct, untrained.correct)

@@ -26,7 +26,6 @@ from typing import Any, cast
 
 import timm
 import torch
-from rich.console import Console
 from torch import nn
 
 from ltm.api import fit_, measure_share, report as report_of
@@ -192,11 +191,11 @@ def run_one(
     slug = "".join(c if c.isalnum() else "_" for c in name.lower())
     folder = options.output / "runs" / f"{slug}_{settings.optim.epochs}"
     result = train(
-        settings,
-        folder,
+        data=splits_of(settings.data),
+        settings=settings,
+        output=folder,
         overwrite=True,
-        splits=splits_of(settings.data),
-        console=Console(file=sys.stdout, soft_wrap=True),
+        say=print,
     )
     trained = sum(p.numel() for p in result.model.parameters() if p.requires_grad)
     report.rows.append(row_of(name, folder, trained))
@@ -322,7 +321,7 @@ def loading(report: Report, options: argparse.Namespace) -> None:
     fabric.to_device(model)
     task = Classification(settings, splits=splits)
     task.open_data()
-    trainer = Trainer(fabric, task, model, Console(quiet=True))
+    trainer = Trainer(fabric, task, model)
     held: Any = Preloaded(list(islice(trainer.batches, 8)), len(trainer.batches))
     task.held_out = cast("Any", Preloaded([], 0))
     sources = {"pre-loaded": held, f"{options.workers} workers": trainer.batches}

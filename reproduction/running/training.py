@@ -101,7 +101,8 @@ def train_there(settings: TrainSettings, folder: Path, context: Context) -> nn.M
     """
     if context.devices == 1:
         images = splits_of(settings)
-        return train(settings, folder, resume="auto", splits=images, console=context.console).model
+        say = context.console.print
+        return train(data=images, settings=settings, output=folder, resume="auto", say=say).model
     config = folder.with_suffix(".yaml")
     write_text(config, to_yaml(settings))
     command = [sys.executable, "-m", "ltm", "train", "--config", str(config)]
@@ -184,7 +185,7 @@ def detect(job: Detector, context: Context) -> dict[str, Any]:
         eval_every=job.settings.optim.epochs,
     )
     folder = context.work(job) / "run"
-    found = train_detector(settings, folder, resume="auto", console=context.console)
+    found = train_detector(settings, output=folder, resume="auto", say=context.console.print)
     names = ("box", "mask", "num_images", "num_detections", "parameters", "backbone_mac_share")
     return {
         "seed": settings.run.seed,
@@ -225,7 +226,7 @@ def prune(job: Pruned, context: Context) -> dict[str, Any]:
     )
     after = macs_of(model, spec.size)
     run = context.work(job) / "run"
-    train(settings, run, overwrite=True, model=model, splits=splits, console=context.console)
+    train(model, splits, settings, output=run, overwrite=True, say=context.console.print)
     model = _last_weights_(model, run).to(context.device).eval()
     return {
         "seed": settings.run.seed,

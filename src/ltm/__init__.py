@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from ltm.evaluation.settings import EvaluateSettings as EvaluateSettings
     from ltm.methods import LTM as LTM, LTMP as LTMP, ToFu as ToFu, ToMe as ToMe
     from ltm.models import ModelSource as ModelSource
+    from ltm.training.run import (
+        TrainResult as TrainResult,
+        finetune as finetune,
+        train as train,
+    )
+    from ltm.training.settings import TrainSettings as TrainSettings
 
 __version__ = "0.1.0"
 
@@ -60,6 +66,8 @@ _HOMES = {
     "ltm.evaluation.settings": ("EvaluateSettings",),
     "ltm.methods": ("LTM", "LTMP", "ToFu", "ToMe"),
     "ltm.models": ("ModelSource",),
+    "ltm.training.run": ("TrainResult", "finetune", "train"),
+    "ltm.training.settings": ("TrainSettings",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from rich.console import Console
 
 from ltm.api import merging_network
 from ltm.data.shapes import ShapesDetection
@@ -44,7 +43,7 @@ def trainer_of(settings: DetectionSettings) -> Trainer:
     task = Detection(settings)
     task.open_data()
     torch.manual_seed(0)
-    return Trainer(make_fabric(settings.run), task, task.build(print), Console(quiet=True))
+    return Trainer(make_fabric(settings.run), task, task.build(print))
 
 
 def test_pytorch_lightning_does_as_well_as_lightning() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from ltm.training.settings import TrainSettings, from_mapping
 
@@ -57,9 +56,3 @@ def tiny_file(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture
-def quiet() -> Console:
-    """A console that says nothing."""
-    return Console(quiet=True)

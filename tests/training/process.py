@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from ltm.training.run import train
 from ltm.training.settings import TrainSettings, read_settings
@@ -30,4 +29,4 @@ if __name__ == "__main__":
     settings, output, *rest = sys.argv[1:]
     if rest:
         die_at(int(rest[1]), int(rest[2]))
-    train(read_settings(Path(settings), TrainSettings()), output, console=Console(quiet=True))
+    train(settings=read_settings(Path(settings), TrainSettings()), output=output)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.fabric import make_fabric
@@ -59,7 +58,7 @@ def test_devices_that_cannot_work_are_refused(
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_as_never_interrupted(
-    tiny: Tiny, tiny_file: TinyFile, tmp_path: Path, quiet: Console
+    tiny: Tiny, tiny_file: TinyFile, tmp_path: Path
 ) -> None:
     """Bit for bit, with everything random: noise, dropout, augmentation, mixup, averages."""
     groups: dict[str, Any] = {
@@ -72,8 +71,8 @@ def test_killed_and_resumed_is_as_never_interrupted(
     killed = subprocess.run([*command, "--die", "2", "1"], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert last(tmp_path / "run").epoch == 2
-    train(tiny(**groups), tmp_path / "run", resume="auto", console=quiet)
-    train(tiny(**groups), tmp_path / "whole", console=quiet)
+    train(settings=tiny(**groups), output=tmp_path / "run", resume="auto")
+    train(settings=tiny(**groups), output=tmp_path / "whole")
     resumed, whole = last(tmp_path / "run"), last(tmp_path / "whole")
     assert resumed.epoch == whole.epoch == 3
     for name in ("weights", "ema"):
@@ -114,7 +113,7 @@ def run_together(settings: Path, output: Path, count: int = 2) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_are_one_with_the_doubled_batch(
-    tiny: Tiny, tiny_file: TinyFile, tmp_path: Path, quiet: Console, strategy: str
+    tiny: Tiny, tiny_file: TinyFile, tmp_path: Path, strategy: str
 ) -> None:
     groups: dict[str, Any] = {
         "merge": {"warm_epochs": 1, "noise": 0.0},
@@ -123,7 +122,7 @@ def test_two_processes_are_one_with_the_doubled_batch(
     }
     settings = tiny_file(**groups, run={"device": "cpu", "strategy": strategy})
     run_together(settings, tmp_path / "two")
-    train(tiny(**groups, data={"batch_size": 24}), tmp_path / "one", console=quiet)
+    train(settings=tiny(**groups, data={"batch_size": 24}), output=tmp_path / "one")
     two, one = last(tmp_path / "two"), last(tmp_path / "one")
     for mine, other in zip(two.history, one.history, strict=True):
         for name in ("train_loss", "val_loss"):

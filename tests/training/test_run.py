@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 from torch import nn
 
 import ltm
@@ -54,9 +53,9 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
     assert [name for name in first if not first[name].equal(second[name])] == []
 
 
-def test_a_run_leaves_all_that_it_promises(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:
+def test_a_run_leaves_all_that_it_promises(tiny: Tiny, tmp_path: Path) -> None:
     settings = tiny(merge={"warm_epochs": 1}, optim={"epochs": 3})
-    result = train(settings, tmp_path / "run", console=quiet)
+    result = train(settings=settings, output=tmp_path / "run")
     folder = result.folder
     assert read_settings(folder / "config.yaml", TrainSettings()) == settings
     rows = read_log(folder)
@@ -82,20 +81,20 @@ def _host(settings: TrainSettings) -> nn.Module:
     return make_timm_model(settings, 3)
 
 
-def test_a_folder_with_a_run_is_not_touched(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:
+def test_a_folder_with_a_run_is_not_touched(tiny: Tiny, tmp_path: Path) -> None:
     settings = tiny(optim={"epochs": 1}, merge={"method": "none", "method_options": []})
-    train(settings, tmp_path, console=quiet)
+    train(settings=settings, output=tmp_path)
     with pytest.raises(ValueError, match="holds a run already; continue it with --resume auto"):
-        train(settings, tmp_path, console=quiet)
+        train(settings=settings, output=tmp_path)
     changed = tiny(optim={"epochs": 1, "lr": 0.5}, merge={"method": "none", "method_options": []})
     with pytest.raises(ValueError, match=r"other settings: optim.lr is 0.5 but was 0.001"):
-        train(changed, tmp_path, resume="auto", console=quiet)
+        train(settings=changed, output=tmp_path, resume="auto")
     other = tiny(
         optim={"epochs": 2}, merge={"method": "none", "method_options": []}, run={"seed": 1}
     )
     with pytest.raises(ValueError, match=r"other settings: run.seed is 1 but was 0"):
-        train(other, tmp_path, resume="auto", console=quiet)
-    again = train(settings, tmp_path, resume="auto", console=quiet)  # nothing left to do
+        train(settings=other, output=tmp_path, resume="auto")
+    again = train(settings=settings, output=tmp_path, resume="auto")  # nothing left to do
     assert len(again.history) == 1
     assert not is_merging(again.model)
     rebuilt = _host(settings)
@@ -103,30 +102,26 @@ def test_a_folder_with_a_run_is_not_touched(tiny: Tiny, tmp_path: Path, quiet: C
     assert top1(rebuilt.eval(), settings) == pytest.approx(again.metrics["top1"])
 
 
-def test_a_truncated_checkpoint_is_repeated_exactly(
-    tiny: Tiny, tmp_path: Path, quiet: Console
-) -> None:
+def test_a_truncated_checkpoint_is_repeated_exactly(tiny: Tiny, tmp_path: Path) -> None:
     settings = tiny(optim={"epochs": 3}, augment={"mixup": 0.5, "repeats": 2})
-    train(settings, tmp_path, console=quiet)
+    train(settings=settings, output=tmp_path)
     expected = weights(tmp_path, 3)
     file = tmp_path / "checkpoints" / "epoch-0003" / "weights.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.warns(DamagedCheckpointWarning, match="epoch-0003: weights.safetensors has"):
-        train(settings, tmp_path, resume="auto", console=quiet)
+        train(settings=settings, output=tmp_path, resume="auto")
     assert_same(weights(tmp_path, 3), expected)
     assert len(read_log(tmp_path)) == 3
 
 
-def test_accumulated_batches_are_one_larger_batch(
-    tiny: Tiny, tmp_path: Path, quiet: Console
-) -> None:
+def test_accumulated_batches_are_one_larger_batch(tiny: Tiny, tmp_path: Path) -> None:
     common: dict[str, Any] = {"augment": {"scale": [1, 1], "ratio": [1, 1], "hflip": 0}}
     common["merge"] = {"noise": 0.0}
     # 48 images in batches of 12, three at a time: the last update of an epoch has one batch.
     split = tiny(**common, optim={"epochs": 1, "accumulate": 2, "clip": 1.0})
     whole = tiny(**common, optim={"epochs": 1, "clip": 1.0}, data={"batch_size": 24})
-    first = train(split, tmp_path / "split", console=quiet)
-    second = train(whole, tmp_path / "whole", console=quiet)
+    first = train(settings=split, output=tmp_path / "split")
+    second = train(settings=whole, output=tmp_path / "whole")
     assert first.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-5)
     theirs = weights(tmp_path / "whole", 1)
     for name, value in weights(tmp_path / "split", 1).items():
@@ -135,7 +130,7 @@ def test_accumulated_batches_are_one_larger_batch(
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_loss_of_nan_stops_and_names_the_site(
-    tiny: Tiny, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch, epoch: int
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: int
 ) -> None:
     settings = tiny(optim={"epochs": 3})
     train_epoch = Trainer.run_epoch
@@ -148,7 +143,7 @@ def test_a_loss_of_nan_stops_and_names_the_site(
 
     monkeypatch.setattr(Trainer, "run_epoch", poisoned)
     with pytest.raises(NonFiniteLossError, match=r"blocks\.2\.merger.* \(at the site of block 2\)"):
-        train(settings, tmp_path, console=quiet)
+        train(settings=settings, output=tmp_path)
     last = Checkpoints(tmp_path / "checkpoints").latest()
     assert (0 if last is None else last.epoch) == epoch
 
@@ -164,22 +159,21 @@ def test_weights_that_are_not_finite_are_named(tiny: Tiny) -> None:
     assert found == f"the weights {name} are not finite"
 
 
-def test_a_new_label_set_gets_a_new_head(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:
+def test_a_new_label_set_gets_a_new_head(tiny: Tiny, tmp_path: Path) -> None:
     base = tiny(
         optim={"epochs": 1}, merge={"method": "none", "method_options": []}, data={"batch_size": 24}
     )
-    train(base, tmp_path / "base", console=quiet)
+    train(settings=base, output=tmp_path / "base")
     changes: dict[str, Any] = {
         "data": {"source": "shapes:classes=5,size=32,images=30,val_images=10", "batch_size": 10},
         "model": {"weights": str(tmp_path / "base" / "model")},
         "tune": {"trainable": "mergers"},
         "optim": {"epochs": 1},
     }
-    screen = Console(file=StringIO(), force_terminal=True, width=200, highlight=False)
-    moved = train(tiny(**changes), tmp_path / "moved", console=screen)
-    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    shown: list[str] = []
+    moved = train(settings=tiny(**changes), output=tmp_path / "moved", say=shown.append)
     assert "the head is new, for 5 classes, and trains" in shown
-    assert "images/s" in shown.rpartition("epoch 1/1")[2]  # the bar, then the line
+    assert any(line.startswith("epoch 1/1") and "images/s" in line for line in shown)
     trains = {name for name, p in moved.model.named_parameters() if p.requires_grad}
     assert {"head.weight", "head.bias"} < trains
     body = weights(tmp_path / "base", 1)
@@ -219,13 +213,13 @@ def test_a_saved_network_keeps_its_schedule_unless_told(tiny: Tiny, tmp_path: Pa
         again(per_block=0.8)
 
 
-def test_warm_up_epochs_train_the_original(tiny: Tiny, tmp_path: Path, quiet: Console) -> None:
+def test_warm_up_epochs_train_the_original(tiny: Tiny, tmp_path: Path) -> None:
     plain = tiny(optim={"epochs": 1}, merge={"method": "none", "method_options": []})
-    train(plain, tmp_path / "plain", console=quiet)
+    train(settings=plain, output=tmp_path / "plain")
     expected = weights(tmp_path / "plain", 1)
     warm = tiny(optim={"epochs": 1}, merge={"warm_epochs": 1})
     # Building the mask modules draws no random numbers, so both start alike.
-    result = train(warm, tmp_path / "warm", console=quiet)
+    result = train(settings=warm, output=tmp_path / "warm")
     assert_same(
         {n: v for n, v in weights(tmp_path / "warm", 1).items() if ".merger." not in n}, expected
     )
@@ -234,19 +228,19 @@ def test_warm_up_epochs_train_the_original(tiny: Tiny, tmp_path: Path, quiet: Co
 
 
 def test_averaged_weights_share_their_running_statistics_too(
-    tiny: Tiny, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared: list[nn.Module] = []
     monkeypatch.setattr(
         "ltm.training.trainer.average_running_statistics_", lambda model, _: shared.append(model)
     )
     settings = tiny(optim={"epochs": 1, "ema": 0.9}, merge={"method": "none", "method_options": []})
-    kept = train(settings, tmp_path, console=quiet).model
+    kept = train(settings=settings, output=tmp_path).model
     assert [model is kept for model in shared] == [False, True]
 
 
 def test_thresholds_are_set_and_measured_on_images_of_all_classes(
-    tiny: Tiny, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for split, colour, number in product(("train", "val"), ("red", "lime", "blue"), range(8)):
         path = tmp_path / split / colour / f"{number}.png"
@@ -266,7 +260,7 @@ def test_thresholds_are_set_and_measured_on_images_of_all_classes(
         data={"source": str(tmp_path)},
         optim={"epochs": 1},
     )
-    train(settings, tmp_path / "run", console=quiet)
+    train(settings=settings, output=tmp_path / "run")
     assert [channels.bincount().tolist() for channels in seen] == [[2, 2, 2]] * 2
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["label_names"] == ["blue", "lime", "red"]
@@ -290,7 +284,7 @@ def test_thresholds_are_set_and_measured_on_images_of_all_classes(
     ],
 )
 def test_what_cannot_train_is_refused_at_the_door(
-    tiny: Tiny, tmp_path: Path, quiet: Console, groups: dict[str, Any], message: str
+    tiny: Tiny, tmp_path: Path, groups: dict[str, Any], message: str
 ) -> None:
     if torch.cuda.is_available() and "GPU" in message + str(groups.get("run", {})).upper():
         pytest.skip("this machine has a GPU")
@@ -300,5 +294,5 @@ def test_what_cannot_train_is_refused_at_the_door(
         path = groups["model"]["weights"].format(here=tmp_path)
         groups = {"model": {"weights": path}}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train(tiny(**groups), tmp_path / "run", console=quiet)
+        train(settings=tiny(**groups), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()

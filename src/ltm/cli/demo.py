@@ -104,8 +104,6 @@ def demo(
 
 def trained_network(data: str, epochs: int, seed: int, folder: Path) -> nn.Module:
     """The demo's network: trained now, or by an earlier run with the same settings."""
-    from rich.console import Console
-
     from ltm.data.config import AugmentConfig
     from ltm.models import ModelSource
     from ltm.training.run import train
@@ -133,7 +131,7 @@ def trained_network(data: str, epochs: int, seed: int, folder: Path) -> nn.Modul
         say(f"Taking the network of an earlier run from {folder}")
         return ModelSource(model=NETWORK, weights=weights, model_args=words).load()
     say("Training a small vision transformer on generated images; it is kept for the next time")
-    return train(settings, folder, overwrite=True, console=Console(soft_wrap=True)).model
+    return train(settings=settings, output=folder, overwrite=True, say=say).model
 
 
 def _is_own(output: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ltm.cli.commands import say
 from ltm.detection.settings import (
     DetectionSettings,
     Task,
@@ -55,7 +56,13 @@ class Train:
         from ltm.detection.task import train_detector
 
         assert self.settings.detector.task == task
-        train_detector(self.settings, self.output, resume=self.resume, overwrite=self.overwrite)
+        train_detector(
+            self.settings,
+            output=self.output,
+            resume=self.resume,
+            overwrite=self.overwrite,
+            say=say,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
+from ltm.cli.commands import Flat, say
 from ltm.cli.train import starting_point, with_defaults
 from ltm.training.recipes import FINETUNE
 from ltm.training.settings import TrainSettings
 
 
 def finetune(
-    settings: Annotated[TrainSettings, tyro.conf.arg(name="")],
+    settings: Flat[TrainSettings],
     *,
     recipe: str | None = None,
     config: Path | None = None,
@@ -46,7 +45,7 @@ def finetune(
     from ltm.training import run
 
     del recipe, config  # They were read before the other options, in `prepare`.
-    run.train(settings, output, resume=resume, overwrite=overwrite)
+    run.finetune(settings=settings, output=output, resume=resume, overwrite=overwrite, say=say)
 
 
 def prepare(options: Sequence[str]) -> Callable[..., None]:

@@ -1,19 +1,17 @@
 """`ltm train`: a token-merging network from scratch."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from ltm.training.recipes import SCRATCH, SMALLEST, find_recipe, recipe_of
-from ltm.training.settings import TrainSettings, read_settings
+from ltm.cli.commands import Flat, say
+from ltm.training.recipes import SCRATCH, SMALLEST, starting_settings
+from ltm.training.settings import TrainSettings
 
 
 def train(
-    settings: Annotated[TrainSettings, tyro.conf.arg(name="")],
+    settings: Flat[TrainSettings],
     *,
     recipe: str | None = None,
     config: Path | None = None,
@@ -47,7 +45,7 @@ def train(
     from ltm.training import run
 
     del recipe, config  # They were read before the other options, in `prepare`.
-    run.train(settings, output, resume=resume, overwrite=overwrite)
+    run.train(settings=settings, output=output, resume=resume, overwrite=overwrite, say=say)
 
 
 def prepare(options: Sequence[str]) -> Callable[..., None]:
@@ -55,12 +53,8 @@ def prepare(options: Sequence[str]) -> Callable[..., None]:
     return with_defaults(train, starting_point(options, SCRATCH))
 
 
-def starting_point(options: Sequence[str], recipes: dict[str, TrainSettings]) -> TrainSettings:
-    """The settings before options: those of the recipe, changed by the file.
-
-    A model without a recipe is looked up among them. What a recipe says for its own model or
-    method alone does not go over to another.
-    """
+def starting_point(options: Sequence[str], recipes: Mapping[str, TrainSettings]) -> TrainSettings:
+    """The settings before options, which the recipe, the file, the model and the method decide."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--recipe", "--config", "--model", "--method"):
         parser.add_argument(name)
@@ -68,22 +62,14 @@ def starting_point(options: Sequence[str], recipes: dict[str, TrainSettings]) ->
         given, _ = parser.parse_known_args(options)
     except argparse.ArgumentError:
         return recipes[SMALLEST]  # The full parser will say what is wrong.
-    recipe = given.recipe or (recipe_of(given.model) if given.model else SMALLEST)
-    settings = find_recipe(recipe, recipes)
-    if given.config is not None:
-        settings = read_settings(given.config, settings)
-    if given.model not in (None, settings.model.name):
-        settings = replace(settings, model=replace(settings.model, model_args=()))
-    if given.method not in (None, settings.merge.method):
-        settings = replace(settings, merge=replace(settings.merge, method_options=()))
-    return settings
+    return starting_settings(recipes, **vars(given))
 
 
-def with_defaults(command: Callable[..., None], settings: TrainSettings) -> Callable[..., None]:
+def with_defaults(command: Callable[..., None], defaults: TrainSettings) -> Callable[..., None]:
     """A copy of a command whose settings have these defaults."""
 
     def prepared(
-        settings: Annotated[TrainSettings, tyro.conf.arg(name="")] = settings,
+        settings: Flat[TrainSettings] = defaults,
         *,
         recipe: str | None = None,
         config: Path | None = None,

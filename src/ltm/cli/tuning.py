@@ -40,9 +40,8 @@ def tune_mergers_(
 
     The best epoch is chosen on `held_out`, which is not what is evaluated afterwards.
     """
-    from rich.console import Console
-
     from ltm.api import conversion_of
+    from ltm.cli.commands import say
     from ltm.data.config import AugmentConfig
     from ltm.data.datasets import Splits, open_dataset
     from ltm.training.run import train
@@ -67,8 +66,7 @@ def tune_mergers_(
         run=RunSettings(seed=seed, device=device),
     )
     splits = Splits(train=open_dataset(data, split="train"), val=held_out)
-    console = Console(soft_wrap=True)
     try:
-        train(settings, folder, overwrite=True, model=model, splits=splits, console=console)
+        train(model, splits, settings, output=folder, overwrite=True, say=say)
     except SystemExit:
         raise KeyboardInterrupt from None  # It was stopped there, so it is stopped here.

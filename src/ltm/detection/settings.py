@@ -112,9 +112,9 @@ class DetectionSettings:
             raise ValueError("restore is off, but Mask R-CNN needs maps at their nominal size")
 
 
-def find_detection_recipe(name: str, task: Task) -> DetectionSettings:
-    """A recipe by name; a ValueError names those of the task."""
-    known = {key: value for key, value in RECIPES.items() if value.detector.task == task}
+def find_detection_recipe(name: str, task: Task | None = None) -> DetectionSettings:
+    """A recipe by name, of one task if that is given; a ValueError names those that there are."""
+    known = {key: value for key, value in RECIPES.items() if task in (None, value.detector.task)}
     if name not in known:
         raise ValueError(f"recipe is {name}; {did_you_mean(name, known)}")
     return known[name]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from ltm.api import merging_network, report
@@ -26,14 +25,15 @@ from ltm.detection.score import (
     require_evaluator,
     write_results,
 )
-from ltm.detection.settings import DetectionSettings
+from ltm.detection.settings import DetectionSettings, find_detection_recipe
 from ltm.detection.ssdlite import SSDLiteConfig
 from ltm.detection.transforms import detection_transforms
-from ltm.models import Say
+from ltm.models import Say, silent
 from ltm.training.fabric import Fabric
 from ltm.training.log import EpochRow, Panel
 from ltm.training.models import method_config
 from ltm.training.run import Resume, TrainResult, run_task
+from ltm.training.settings import with_options
 from ltm.training.task import BatchLoss, Means, Outcome, Step, Task
 
 _Dataset = CocoDetection | ShapesDetection
@@ -96,20 +96,36 @@ class DetectionRow(EpochRow):
 
 
 def train_detector(
-    settings: DetectionSettings,
-    output: str | Path | None,
+    settings: DetectionSettings | str,
+    data: str | Path | DetectionSplits | None = None,
     *,
+    output: str | Path | None = None,
     resume: Resume = "never",
     overwrite: bool = False,
-    splits: DetectionSplits | None = None,
-    console: Console | None = None,
+    say: Say = silent,
+    **changes: Any,
 ) -> TrainResult:
-    """Train a detector; `run_task` says what is left in `output`.
+    """Train a detector on a token-merging backbone.
 
-    Besides, the folder gets `results.json` (COCO's result format); `load_detector` reads `model/`.
+    `run_task` says what is left in `output`; besides, the folder gets `results.json` (COCO's result
+    format), and `load_detector` reads `model/`.
+
+    Args:
+        settings: all settings, or the name of a recipe, such as ssdlite or mask_rcnn.
+        data: where annotated images are, or splits of one's own; by default what the settings say.
+        output: folder of the run; without one, nothing is kept but the result.
+        resume: "auto" continues from the last complete checkpoint in `output`, if there is one.
+        overwrite: start over in a folder that holds a run.
+        say: told what happens, line by line.
+        changes: changes of the settings by the names of the options, such as `epochs=5`.
     """
-    task = Detection(settings, splits=splits)
-    return run_task(task, output, resume=resume, overwrite=overwrite, console=console)
+    if isinstance(settings, str):
+        settings = find_detection_recipe(settings)
+    if isinstance(data, str | Path):
+        changes["source"] = str(data)
+    splits = data if isinstance(data, DetectionSplits) else None
+    task = Detection(with_options(settings, changes), splits=splits)
+    return run_task(task, output, resume=resume, overwrite=overwrite, say=say)
 
 
 class Detection(Task[DetectionSettings]):

@@ -11,9 +11,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from rich.console import Console
-
 from ltm.files import write_text
+from ltm.models import Say
 
 
 class Panel(NamedTuple):
@@ -65,16 +64,11 @@ class EpochRow:
         return "  ".join([*parts, f"{_duration(seconds_left)} left"])
 
 
-def plain_console() -> Console:
-    """A console that prints text as it is."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
-
-
 class RunLog:
     """The rows of a run; with a folder also `log.csv`, and TensorBoard's files where installed."""
 
-    def __init__(self, rows: Sequence[EpochRow], console: Console, folder: Path | None) -> None:
-        self.rows, self.console = list(rows), console
+    def __init__(self, rows: Sequence[EpochRow], say: Say, folder: Path | None) -> None:
+        self.rows, self.say = list(rows), say
         self._folder = folder
         self._board: Any = None
 
@@ -91,7 +85,7 @@ class RunLog:
             self._write_board(row, self._folder)
         recent = self.rows[-5:]
         seconds = sum(r.train_seconds + r.statistics_seconds + r.val_seconds for r in recent)
-        self.console.print(row.line(epochs, (epochs - row.epoch) * seconds / len(recent)))
+        self.say(row.line(epochs, (epochs - row.epoch) * seconds / len(recent)))
 
     def close(self) -> None:
         """Close files."""

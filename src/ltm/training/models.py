@@ -187,6 +187,14 @@ def _host_of(folder: Path, settings: TrainSettings) -> nn.Module | None:
     return make_timm_model(untouched, saved["num_classes"])
 
 
+def saved_architecture(folder: Path) -> str:
+    """The timm name of the network in a folder that ltm wrote."""
+    config = saved_folder(folder) / CONFIG
+    if not config.is_file():
+        raise FileNotFoundError(f"model {folder} has no {CONFIG}: give a folder that ltm wrote")
+    return json.loads(config.read_text(encoding="utf-8"))["architecture"]
+
+
 def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | None = None) -> None:
     """Write an unconverted model the way timm does, so that it can be loaded as `weights`."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,9 @@ The paper trains with a total batch of 1024 and leaves the rest to each backbone
 are those recipes. Learning rates scale with the batch. Choose by name, change what you like.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from ltm.data.config import AugmentConfig
 from ltm.models import did_you_mean
@@ -16,6 +18,7 @@ from ltm.training.settings import (
     TrainingData,
     TrainSettings,
     TuneSettings,
+    read_settings,
 )
 
 BACKBONES = {
@@ -160,8 +163,32 @@ def recipe_of(model: str) -> str:
     return GENERAL
 
 
-def find_recipe(name: str, recipes: dict[str, TrainSettings]) -> TrainSettings:
+def find_recipe(name: str, recipes: Mapping[str, TrainSettings]) -> TrainSettings:
     """A recipe by name; a ValueError that suggests others where there is none."""
     if name not in recipes:
         raise ValueError(f"no recipe is named {name}: {did_you_mean(name, recipes)}")
     return recipes[name]
+
+
+def starting_settings(
+    recipes: Mapping[str, TrainSettings],
+    *,
+    recipe: str | None = None,
+    config: str | Path | None = None,
+    model: str | None = None,
+    method: str | None = None,
+) -> TrainSettings:
+    """The settings before any option: those of the recipe, changed by a YAML file.
+
+    Without a recipe, that of the model is taken. What a recipe says for its own model or method
+    alone does not carry over to another.
+    """
+    recipe = recipe or (recipe_of(model) if model else SMALLEST)
+    settings = find_recipe(recipe, recipes)
+    if config is not None:
+        settings = read_settings(config, settings)
+    if model not in (None, settings.model.name):
+        settings = replace(settings, model=replace(settings.model, model_args=()))
+    if method not in (None, settings.merge.method):
+        settings = replace(settings, merge=replace(settings.merge, method_options=()))
+    return settings

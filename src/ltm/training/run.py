@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from ltm.api import merging_network
 from ltm.data.datasets import Splits
 from ltm.files import write_json, write_text
-from ltm.models import plain
+from ltm.models import ModelSource, Network, Say, changed, plain, silent, source_of
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.classification import Classification
 from ltm.training.fabric import Fabric, first_alone, make_fabric, placed
-from ltm.training.log import EpochRow, RunLog, draw_curves, plain_console, write_rows
+from ltm.training.log import EpochRow, RunLog, draw_curves, write_rows
 from ltm.training.lora import without_lora
-from ltm.training.settings import TrainSettings, read_settings, to_yaml
+from ltm.training.models import saved_architecture
+from ltm.training.recipes import FINETUNE, SCRATCH, starting_settings
+from ltm.training.settings import TrainSettings, read_settings, to_yaml, with_options
 from ltm.training.task import Task
 from ltm.training.trainer import Trainer
 
@@ -33,7 +34,7 @@ _MAY_CHANGE = ("run.", "data.workers", "data.source", "optim.epochs", "model.wei
 _SEED = "run.seed"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TrainResult:
     """What a run leaves: the network in evaluation mode, its numbers, and every epoch."""
 
@@ -68,22 +69,98 @@ class TrainResult:
 
 
 def train(
-    settings: TrainSettings,
-    output: str | Path | None,
+    model: Network | None = None,
+    data: str | Path | Splits | None = None,
+    settings: TrainSettings | str | None = None,
     *,
+    output: str | Path | None = None,
     resume: Resume = "never",
     overwrite: bool = False,
-    model: nn.Module | None = None,
-    splits: Splits | None = None,
-    console: Console | None = None,
+    say: Say = silent,
+    **changes: Any,
 ) -> TrainResult:
-    """Train or fine-tune a classifier; `run_task` says what is left in `output`.
+    """Train a token-merging classifier from scratch.
 
-    A `model` and `splits` of one's own replace those of the settings; the model is trained in
-    place.
+    `run_task` says what is left in `output`.
+
+    Args:
+        model: timm's name of a network; or a network, which is trained in place; or a
+            `ModelSource`. By default what the settings name.
+        data: where labelled images are, or `Splits` of one's own; by default what the settings say.
+        settings: all settings, or the name of a recipe; by default the recipe of the model.
+        output: folder of the run; without one, nothing is kept but the result.
+        resume: "auto" continues from the last complete checkpoint in `output`, if there is one.
+        overwrite: start over in a folder that holds a run.
+        say: told what happens, line by line.
+        changes: changes of the settings by the names of the options, such as `epochs=5`; a group
+            such as `augment={"mixup": 0.2}` changes as a whole.
     """
-    task = Classification(settings, model=model, splits=splits)
-    return run_task(task, output, resume=resume, overwrite=overwrite, console=console)
+    task = _task(SCRATCH, model, data, settings, changes)
+    return run_task(task, output, resume=resume, overwrite=overwrite, say=say)
+
+
+def finetune(
+    model: Network | None = None,
+    data: str | Path | Splits | None = None,
+    settings: TrainSettings | str | None = None,
+    *,
+    output: str | Path | None = None,
+    resume: Resume = "never",
+    overwrite: bool = False,
+    say: Say = silent,
+    **changes: Any,
+) -> TrainResult:
+    """Make a pretrained classifier merge tokens, and train its mask modules, all else frozen.
+
+    As `train`, with other recipes: a name means timm's own weights, and `model` may also be a
+    folder that ltm wrote. `unfreeze=("head.*",)` and `lora_rank=8` train more.
+    """
+    task = _task(FINETUNE, model, data, settings, changes)
+    return run_task(task, output, resume=resume, overwrite=overwrite, say=say)
+
+
+def _task(
+    recipes: Mapping[str, TrainSettings],
+    model: Network | None,
+    data: str | Path | Splits | None,
+    settings: TrainSettings | str | None,
+    changes: Mapping[str, Any],
+) -> Classification:
+    """The task that a call of `train` or `finetune` describes."""
+    given = model if isinstance(model, nn.Module) else None
+    source = None if model is None else source_of(model)
+    chosen = {} if source is None else _model_settings(source, recipes is FINETUNE)
+    if not isinstance(settings, TrainSettings):
+        if given is not None:
+            known = getattr(given, "pretrained_cfg", None) or {}
+            chosen = {"name": known.get("architecture") or type(given).__name__}
+        name, method = chosen.get("name"), changes.get("method")
+        settings = starting_settings(recipes, recipe=settings, model=name, method=method)
+    groups: dict[str, Any] = {"model": chosen} if chosen else {}
+    if source is not None and source.image_size is not None:
+        groups["data"] = {"image_size": source.image_size}
+    if isinstance(data, str | Path):
+        groups.setdefault("data", {})["source"] = str(data)
+    settings = with_options(changed(settings, groups), changes)
+    splits = data if isinstance(data, Splits) else None
+    return Classification(settings, model=given, splits=splits)
+
+
+def _model_settings(source: ModelSource, pretrained: bool) -> dict[str, Any]:
+    """A network's source as settings of the model."""
+    values: dict[str, Any] = {"name": source.model, "pretrained": False, "weights": None}
+    if source.run is not None:
+        values["weights"] = str(source.run)
+        values["name"] = source.model or saved_architecture(source.run)
+    elif source.weights is not None:
+        values["weights"] = str(source.weights)
+    else:
+        values["pretrained"] = pretrained and source.pretrained
+    if source.num_classes is not None:
+        values["num_classes"] = source.num_classes
+    if source.model_args:
+        values["model_args"] = source.model_args
+    return {name: value for name, value in values.items() if name != "name" or value is not None}
 
 
 def run_task(
@@ -92,7 +169,7 @@ def run_task(
     *,
     resume: Resume = "never",
     overwrite: bool = False,
-    console: Console | None = None,
+    say: Say = silent,
 ) -> TrainResult:
     """Train a task's network and keep it in `output`.
 
@@ -100,30 +177,29 @@ def run_task(
     the end, `model/`. `resume="auto"` continues from the last complete checkpoint where there is
     one. Without a folder nothing is kept but the result.
     """
-    settings, console = task.settings, console or plain_console()
+    settings = task.settings
     with ExitStack() as stack:
         if output is not None:
             _check_output(Path(output), resume, overwrite)
         task.check()
         fabric = make_fabric(settings.run)
         fabric.launch()
-        if not fabric.is_global_zero:
-            console = Console(quiet=True)
+        say = say if fabric.is_global_zero else silent
         task.open_data()
         torch.manual_seed(settings.run.seed)
-        model = placed(task.build(console.print), fabric, settings.run)
+        model = placed(task.build(say), fabric, settings.run)
         for line in task.describe(model):
-            console.print(line)
-        trainer = Trainer(fabric, task, model, console)
+            say(line)
+        trainer = Trainer(fabric, task, model, shows_progress=say is not silent)
         folder = Path(output) if output is not None else _scratch_folder(fabric, stack)
         checkpoints = Checkpoints(folder / "checkpoints", keep_every=settings.run.keep_every)
         with first_alone(fabric) as first:
             if first:
                 _open_output(folder, settings, checkpoints, resume)
-        start = _resume_(trainer, checkpoints)
+        start = _resume_(trainer, checkpoints, say)
         rows = [task.row_type(**row) for row in start.history] if start else []
-        log = RunLog(rows, console, folder if output and fabric.is_global_zero else None)
-        with _explained(console, checkpoints, kept=output is not None):
+        log = RunLog(rows, say, folder if output and fabric.is_global_zero else None)
+        with _explained(checkpoints, say, kept=output is not None):
             _fit(trainer, checkpoints, log, start.epoch if start else 0)
             return _finish(trainer, checkpoints, log, None if output is None else folder)
 
@@ -170,7 +246,7 @@ def _finish(
             result.save(output)
             log.close()
     where = "" if output is None else f"; {output / 'model'}"
-    log.console.print(f"{done.line} after epoch {best.epoch}{where}")
+    log.say(f"{done.line} after epoch {best.epoch}{where}")
     return result
 
 
@@ -224,18 +300,18 @@ def _flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
-def _resume_(trainer: Trainer, checkpoints: Checkpoints) -> Checkpoint | None:
+def _resume_(trainer: Trainer, checkpoints: Checkpoints, say: Say) -> Checkpoint | None:
     """Continue from the last complete checkpoint, which the first process chooses."""
     fabric = trainer.fabric
     found = fabric.broadcast(checkpoints.latest() if fabric.is_global_zero else None)
     if found is not None:
         trainer.restore_(found)
-        trainer.console.print(f"resumed after epoch {found.epoch} from {found.folder}")
+        say(f"resumed after epoch {found.epoch} from {found.folder}")
     return found
 
 
 @contextmanager
-def _explained(console: Console, checkpoints: Checkpoints, *, kept: bool) -> Iterator[None]:
+def _explained(checkpoints: Checkpoints, say: Say, *, kept: bool) -> Iterator[None]:
     """Say what is left of a run that was stopped."""
     try:
         yield
@@ -244,5 +320,5 @@ def _explained(console: Console, checkpoints: Checkpoints, *, kept: bool) -> Ite
             raise
         last = checkpoints.latest()
         left = f"the checkpoint of epoch {last.epoch} is kept" if last else "nothing was kept yet"
-        console.print(f"stopped: {left}; continue with --resume auto")
+        say(f"stopped: {left}; continue with --resume auto")
         raise SystemExit(130) from None

@@ -4,15 +4,15 @@ Importing this module imports neither torch nor timm.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 import yaml
 
 from ltm.data.config import AugmentConfig, DataConfig, without_removed
-from ltm.models import changed, plain, read_words
+from ltm.models import changed, did_you_mean, plain, read_words
 
 Precision = Literal["32", "bf16", "16"]
 Strategy = Literal["auto", "ddp", "fsdp"]
@@ -258,6 +258,25 @@ def to_yaml(settings: Any) -> str:
 def from_mapping(values: Mapping[str, Any], base: T) -> T:
     """Settings with some values changed; a name or a type that does not fit is a ValueError."""
     return changed(base, values)
+
+
+def with_options(settings: T, options: Mapping[str, Any]) -> T:
+    """Settings changed by options: names of fields in any flat group, or of whole groups."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    flat = [name for name, hint in hints.items() if Flat in get_args(hint)]
+    homes = {field.name: g for g in flat for field in fields(getattr(settings, g))}
+    changes: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in hints or name not in homes:
+            together = isinstance(value, Mapping) and isinstance(changes.get(name), dict)
+            changes[name] = changes[name] | dict(value) if together else value
+        else:
+            changes.setdefault(homes[name], {})[name] = value
+    unknown = [name for name in changes if name not in hints]
+    if unknown:
+        close = did_you_mean(unknown[0], [*hints, *homes])
+        raise ValueError(f"{unknown[0]} is no setting; {close}")
+    return from_mapping(changes, settings)
 
 
 def read_settings(path: str | Path, base: T) -> T:

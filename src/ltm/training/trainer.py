@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -48,8 +47,11 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 class Trainer:
     """A network in training: what changes from epoch to epoch, and how."""
 
-    def __init__(self, fabric: Fabric, task: Task[Any], model: nn.Module, console: Console) -> None:
-        self.fabric, self.task, self.model, self.console = fabric, task, model, console
+    def __init__(
+        self, fabric: Fabric, task: Task[Any], model: nn.Module, *, shows_progress: bool = False
+    ) -> None:
+        self.fabric, self.task, self.model = fabric, task, model
+        self.shows_progress = shows_progress and fabric.is_global_zero
         self.settings = task.settings
         optim = self.settings.optim
         total_batch = self.settings.data.batch_size * fabric.world_size * optim.accumulate
@@ -185,8 +187,7 @@ class Trainer:
             progress_bar(
                 f"epoch {epoch + 1}/{epochs}",
                 len(self.batches),
-                silent=not self.fabric.is_global_zero,
-                console=self.console,
+                silent=not self.shows_progress,
                 transient=True,
             ) as advance,
         ):

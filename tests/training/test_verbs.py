@@ -1,0 +1,52 @@
+"""`ltm.train` and `ltm.finetune`: the commands, from Python."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+
+import ltm
+from ltm.api import conversion_of
+from ltm.training.recipes import SCRATCH
+from ltm.training.settings import with_options
+
+DATA = "shapes:classes=3,size=32,images=24,val_images=9"
+ARGS = ("img_size=32", "patch_size=8", "embed_dim=16", "depth=3", "num_heads=2")
+TINY: dict[str, Any] = {"epochs": 1, "batch_size": 8, "workers": 0, "device": "cpu"}
+
+
+def test_a_result_is_saved_and_fine_tuned(tmp_path: Path) -> None:
+    options = {**TINY, "model_args": ARGS, "image_size": 32, "warm_epochs": 0}
+    said: list[str] = []
+    result = ltm.train("vit_tiny_patch16_224", DATA, "shapes_vit", say=said.append, **options)
+    assert result.folder is None
+    assert repr(result) == f"TrainResult: {result.line} after epoch 1 of 1"
+    assert said[-1] == f"{result.line} after epoch 1"
+    folder = result.save(tmp_path / "kept")
+    assert json.loads((folder / "metrics.json").read_text()) == result.metrics
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.yaml", "curves.png", "log.csv", "metrics.json", "model"}
+    tuned = ltm.finetune(folder, DATA, lr=1e-3, **TINY)
+    assert tuned.settings.tune.trainable == "mergers"
+    assert conversion_of(tuned.model).config == conversion_of(result.model).config
+
+
+def test_a_network_of_one_s_own_is_trained_in_place() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32, depth=3)
+    result = ltm.finetune(model, DATA, method="tome", unfreeze=("head.*",), ratio=0.8, **TINY)
+    assert result.model is model
+    assert conversion_of(model).config == ltm.ToMe(ratio=0.8)
+    assert result.settings.model.name == "vit_tiny_patch16_224"
+
+
+def test_options_are_those_of_the_command() -> None:
+    base = SCRATCH["shapes_vit"]
+    changed = with_options(base, {"epochs": 3, "ratio": 0.6, "augment": {"mixup": 0.4}})
+    assert (changed.optim.epochs, changed.merge.ratio, changed.augment.mixup) == (3, 0.6, 0.4)
+    assert with_options(base, {"optim": {"lr": 1.0}, "epochs": 3}).optim.lr == 1.0
+    with pytest.raises(ValueError, match="epochz is no setting; did you mean"):
+        with_options(base, {"epochz": 3})
+    with pytest.raises(ValueError, match="no recipe is named shapes"):
+        ltm.train(settings="shapes")
