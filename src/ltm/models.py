@@ -315,7 +315,7 @@ def plain(value: Any) -> Any:
 def require_least(option: str, number: float | None, least: float = 1) -> None:
     """Refuse a number that is too small, by the name of its option."""
     if number is not None and not number >= least:
-        raise ValueError(f"--{option} is {number}: it must be at least {least}")
+        raise ValueError(f"--{option} is {number:g}: it must be at least {least:g}")
 
 
 # --- Methods -------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ import torch
 
 import ltm
 from ltm.cli import main
-from ltm.cli.benchmark import _leave_room  # pyright: ignore[reportPrivateUsage]
-from ltm.cli.candidates import Paddock, timed_candidate
-from ltm.cli.races import Results
-from ltm.evaluation import latency
+from ltm.evaluation import benchmark, latency
+from ltm.evaluation.benchmark import _few_threads, _Run  # pyright: ignore[reportPrivateUsage]
+from ltm.evaluation.candidates import Candidates, merging_candidate
 from ltm.evaluation.timing import TimingLock
 from ltm.models import ModelSource
 
@@ -130,10 +129,11 @@ def test_a_run_on_a_gpu_leaves_the_processor_to_others() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(4)
-        _leave_room(torch.device("cpu"))
+        with _few_threads(torch.device("cpu")):
+            assert torch.get_num_threads() == 4
+        with _few_threads(torch.device("cuda")):
+            assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 4
-        _leave_room(torch.device("cuda"))
-        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
@@ -141,15 +141,15 @@ def test_a_run_on_a_gpu_leaves_the_processor_to_others() -> None:
 def test_runs_that_begin_at_once_keep_each_others_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = Results.race
+    results = _Run.compare
     options = ["--methods", "tome", "--ratio", "0.85", "--output", str(tmp_path)]
 
-    def meanwhile(self: Results, *args: Any) -> None:
-        monkeypatch.setattr(Results, "race", results)
+    def meanwhile(self: _Run, *args: Any) -> None:
+        monkeypatch.setattr(_Run, "compare", results)
         assert main(["benchmark", *QUICK, *options, "--batch-sizes", "1"]) == 0
-        self.race(*args)
+        self.compare(*args)
 
-    monkeypatch.setattr(Results, "race", meanwhile)
+    monkeypatch.setattr(_Run, "compare", meanwhile)
     assert main(["benchmark", *QUICK, *options, "--batch-sizes", "2"]) == 0
     found = [(row["run"], row["batch_size"], row["method"]) for row in rows_of(tmp_path)]
     assert found == [(1, 1, "base"), (1, 1, "tome"), (2, 2, "base"), (2, 2, "tome")]
@@ -198,8 +198,9 @@ def test_networks_are_made_while_nobody_is_timed(monkeypatch: pytest.MonkeyPatch
 
     for name in ("preparing", "timing"):
         monkeypatch.setattr(TimingLock, name, staged(name))
-    monkeypatch.setattr("ltm.cli.benchmark.Paddock", noted("placed", Paddock))
-    monkeypatch.setattr("ltm.cli.candidates.timed_candidate", noted("converted", timed_candidate))
+    monkeypatch.setattr(benchmark, "Candidates", noted("placed", Candidates))
+    converted = noted("converted", merging_candidate)
+    monkeypatch.setattr("ltm.evaluation.candidates.merging_candidate", converted)
     monkeypatch.setattr(latency, "interleaved", noted("timed", latency.interleaved))
     options = ["--methods", "ltm", "--ratio", "0.85", "--batch-sizes", "1"]
     assert main(["benchmark", *QUICK, *options]) == 0
@@ -210,15 +211,15 @@ def test_an_interrupt_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     races = []
-    race = Results.race
+    race = _Run.compare
 
-    def interrupted(self: Results, *args: Any) -> None:
+    def interrupted(self: _Run, *args: Any) -> None:
         races.append(args)
         if len(races) == 2:
             raise KeyboardInterrupt
         race(self, *args)
 
-    monkeypatch.setattr(Results, "race", interrupted)
+    monkeypatch.setattr(_Run, "compare", interrupted)
     args = ["benchmark", *QUICK, "--methods", "tome", "--ratio", "0.85", "--output", str(tmp_path)]
     with pytest.raises(SystemExit) as stop:
         main(args)

@@ -74,7 +74,10 @@ class TimingFile:
         """Write the file in one step."""
         if self.path is None:
             return
-        write_text(self.path, json.dumps({"runs": self.runs, "rows": self.rows}, indent=1) + "\n")
+        write_text(self.path, self._text())
+
+    def _text(self) -> str:
+        return json.dumps({"runs": self.runs, "rows": self.rows}, indent=1) + "\n"
 
     def holds(self, row: Timing, device_name: str) -> bool:
         """Whether such a row was measured before on such a device."""
@@ -85,6 +88,11 @@ class TimingFile:
     def markdown(self) -> str:
         """All rows as tables, with what they were measured on."""
         return to_markdown(self.rows, self.runs)
+
+    def save(self, folder: Path) -> None:
+        """Write all rows into another folder, as metrics.json and table.md."""
+        write_text(folder / "metrics.json", self._text())
+        write_text(folder / "table.md", self.markdown())
 
     def write_table(self) -> None:
         """Write all rows of the file, whoever added them, as table.md beside it."""
