@@ -30,8 +30,18 @@ if TYPE_CHECKING:
         information_bottleneck as information_bottleneck,
     )
     from ltm.core.clustering import image_features as image_features
+    from ltm.deployment.export import ExportResult as ExportResult, export as export
+    from ltm.deployment.prediction import Predictions as Predictions, predict as predict
+    from ltm.deployment.settings import (
+        ExportSettings as ExportSettings,
+        PredictSettings as PredictSettings,
+    )
+    from ltm.evaluation.benchmark import BenchmarkResult as BenchmarkResult, benchmark as benchmark
     from ltm.evaluation.evaluate import EvaluateResult as EvaluateResult, evaluate as evaluate
-    from ltm.evaluation.settings import EvaluateSettings as EvaluateSettings
+    from ltm.evaluation.settings import (
+        BenchmarkSettings as BenchmarkSettings,
+        EvaluateSettings as EvaluateSettings,
+    )
     from ltm.methods import LTM as LTM, LTMP as LTMP, ToFu as ToFu, ToMe as ToMe
     from ltm.models import ModelSource as ModelSource
     from ltm.training.run import (
@@ -62,8 +72,12 @@ _HOMES = {
     "ltm.calibration.settings": ("CalibrateSettings",),
     "ltm.core.bottleneck": ("InformationBottleneck", "information_bottleneck"),
     "ltm.core.clustering": ("image_features",),
+    "ltm.deployment.export": ("ExportResult", "export"),
+    "ltm.deployment.prediction": ("Predictions", "predict"),
+    "ltm.deployment.settings": ("ExportSettings", "PredictSettings"),
+    "ltm.evaluation.benchmark": ("BenchmarkResult", "benchmark"),
     "ltm.evaluation.evaluate": ("EvaluateResult", "evaluate"),
-    "ltm.evaluation.settings": ("EvaluateSettings",),
+    "ltm.evaluation.settings": ("BenchmarkSettings", "EvaluateSettings"),
     "ltm.methods": ("LTM", "LTMP", "ToFu", "ToMe"),
     "ltm.models": ("ModelSource",),
     "ltm.training.run": ("TrainResult", "finetune", "train"),

@@ -11,7 +11,8 @@ import timm
 import ltm
 from ltm.data.config import DataConfig
 from ltm.data.shapes import ShapesClassification
-from ltm.deployment.export import ExportSettings, model_information
+from ltm.deployment.export import model_information
+from ltm.deployment.settings import ExportSettings
 from ltm.evaluation.images import expected_images, load_batches, open_images, part_images
 from written import write_shards
 

@@ -2,16 +2,14 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from ltm.evaluation.benchmark import BenchmarkSettings, benchmark as benchmark_models
+from ltm.cli.commands import INTERRUPTED, Flat, say
+from ltm.evaluation.settings import BenchmarkSettings
 from ltm.models import ModelSource, refuse_given
 
 
 def benchmark(
-    settings: Annotated[BenchmarkSettings, tyro.conf.arg(name="")],
+    settings: Flat[BenchmarkSettings],
     *,
     models: tuple[str, ...] | None = None,
     methods: tuple[str, ...] | None = None,
@@ -65,11 +63,13 @@ def benchmark(
     else:
         names = ",".join(("vit_small_patch16_224",) if models is None else models).split(",")
         sources = [network(model=name.strip()) for name in names if name.strip()]
-    say = partial(print, flush=True)
     options = {"folder": output, "resume": resume, "overwrite": overwrite}
+
+    from ltm.evaluation import benchmark as benchmarking
+
     try:
-        result = benchmark_models(sources, methods, settings, say=say, **options)
+        result = benchmarking.benchmark(sources, methods, settings, say=say, **options)
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     if result.complete_failure:
         raise SystemExit(1)

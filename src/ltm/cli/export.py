@@ -1,18 +1,16 @@
 """`ltm export`: a model as files that other programs run."""
 
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from ltm.deployment.export import ExportSettings, export as export_model
+from ltm.cli.commands import Flat
+from ltm.deployment.settings import ExportSettings
 from ltm.files import check_folder
 from ltm.models import ModelSource
 
 
 def export(
-    source: Annotated[ModelSource, tyro.conf.arg(name="")],
-    settings: Annotated[ExportSettings, tyro.conf.arg(name="")],
+    source: Flat[ModelSource],
+    settings: Flat[ExportSettings],
     *,
     output: Path = Path("runs/export"),
     overwrite: bool = False,
@@ -33,6 +31,9 @@ def export(
         overwrite: replace another run's results there.
     """
     check_folder(output, overwrite=overwrite)
-    result = export_model(source, output, settings)
+
+    from ltm.deployment import export as exporting
+
+    result = exporting.export(source, output, settings)
     result.save()
     print(result)

@@ -2,22 +2,23 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
-from ltm.deployment.prediction import PredictSettings, detector_folder, predict as predict_images
+from ltm.cli.commands import Flat
+from ltm.deployment.settings import LineFormat, PredictSettings
 from ltm.files import check_folder
 from ltm.models import ModelSource, refuse_given
 
 
 def predict(
     inputs: Annotated[tuple[str, ...], tyro.conf.Positional],
-    source: Annotated[ModelSource, tyro.conf.arg(name="")],
-    settings: Annotated[PredictSettings, tyro.conf.arg(name="")],
+    source: Flat[ModelSource],
+    settings: Flat[PredictSettings],
     *,
     onnx: Path | None = None,
-    form: Annotated[Literal["jsonl", "csv"], tyro.conf.arg(name="format")] = "jsonl",
+    form: Annotated[LineFormat, tyro.conf.arg(name="format")] = "jsonl",
     output: Path | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -43,7 +44,10 @@ def predict(
     check_folder(output, overwrite=overwrite)
     if onnx is not None:
         _check_onnx_alone(onnx, source)
-    found = predict_images(source if onnx is None else onnx, inputs, settings)
+
+    from ltm.deployment import prediction
+
+    found = prediction.predict(source if onnx is None else onnx, inputs, settings)
     if output is None:
         found.write(sys.stdout, form)
     else:
@@ -57,6 +61,8 @@ def predict(
 
 def _check_onnx_alone(onnx: Path, source: ModelSource) -> None:
     """Refuse a network beside an ONNX file, and options that the file would ignore."""
+    from ltm.deployment.prediction import detector_folder
+
     if source.run is not None and detector_folder(source.run) is not None:
         refuse_given({"onnx": onnx}, "a saved detector")
     if source.run is not None or source.model is not None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +37,13 @@ from ltm.deployment.information import (
 )
 from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
 from ltm.deployment.parity import (
-    BATCH_SIZES,
-    TOLERANCE,
     Classify,
     Parity,
     ParityError,
     compare,
     require_parity,
 )
+from ltm.deployment.settings import BATCH_SIZES, TOLERANCE, ExportSettings, Format
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import paired_interval
 from ltm.evaluation.images import expected_images, part_images
@@ -57,15 +56,12 @@ from ltm.models import (
     check_classes,
     method_config,
     open_model,
-    require_least,
     source_of,
 )
 from ltm.progress import Progress
 
 _CALIBRATION_BATCH = 16
 
-Format = Literal["onnx", "program", "openvino"]
-Recipe = Literal["accurate", "small", "dynamic", "convolutional"]
 FLOAT = "float32"
 STEM = "model"
 
@@ -98,48 +94,6 @@ class Int8Accuracy:
     milliseconds_after: float
     speedup: float
     """At batch 1, interleaved."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportSettings:
-    """What to write, and what to prove it on."""
-
-    method: str | None = None
-    """Merge tokens first, such as ltm, tome or ltm:support=learned."""
-    ratio: float | None = None
-    """Share of the multiply-adds that may remain with --method, 0.7 unless given."""
-    formats: tuple[Format, ...] = ("onnx",)
-    """What to write."""
-    int8: tuple[Recipe, ...] = ()
-    """Int8 versions to add: accurate, small (all linear layers), dynamic (no calibration images
-    needed) or convolutional."""
-    data: str = "shapes"
-    """Images to compare and calibrate on: a folder or .zip of class folders, tar shards, hf:NAME,
-    or shapes (generated)."""
-    split: str = "val"
-    """Split of the data, where it has several."""
-    images: int | None = None
-    """Labelled images for the accuracy of int8 files; by default all."""
-    calibration_images: int = 128
-    """Images that set the ranges of int8 files; none of them is evaluated."""
-    class_names: Path | None = None
-    """Text file, one name a line, or JSON; by default what is known."""
-    crop_ratio: float | None = None
-    """Evaluation crop as a share of the resized side; by default the model's."""
-    batch_sizes: tuple[int, ...] = BATCH_SIZES
-    """Batch sizes at which files are compared with the network."""
-    tolerance: float = TOLERANCE
-    """Largest relative difference allowed."""
-    workers: int = 0
-    """Loader processes."""
-
-    def __post_init__(self) -> None:
-        for name in ("formats", "batch_sizes"):
-            if not getattr(self, name):
-                raise ValueError(f"{name}: there is none; give at least one")
-        require_least("batch-sizes", min(self.batch_sizes))
-        if self.method is None and self.ratio is not None:
-            raise ValueError("--ratio goes with --method; a saved run has its own")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

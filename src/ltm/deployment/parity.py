@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOLERANCE = 1e-3
-BATCH_SIZES = (1, 3, 16)
+from ltm.deployment.settings import BATCH_SIZES, TOLERANCE
 
 Classify = Callable[[Tensor], Tensor]
 """From images, `b c h w`, to one score per class, `b a`."""

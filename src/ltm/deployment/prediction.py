@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import torch
 from PIL import Image
@@ -35,15 +35,15 @@ from ltm.deployment.information import (
     read_class_names,
     saved_class_names,
 )
+from ltm.deployment.settings import LineFormat, PredictSettings
 from ltm.files import write_metrics
-from ltm.models import ModelSource, changed, open_model, refuse_given, require_least, source_of
+from ltm.models import ModelSource, changed, open_model, refuse_given, source_of
 from ltm.progress import Progress
 
 if TYPE_CHECKING:
     from ltm.detection.saving import LoadedDetector
 
 Answer = dict[str, Any]
-Format = Literal["jsonl", "csv"]
 Write = Callable[["Prediction"], None]
 
 STDIN = "-"
@@ -52,28 +52,6 @@ LISTS = (".txt", ".lst", ".list")
 
 
 # --- The verb ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictSettings:
-    """How images are prepared, and what is said about them."""
-
-    class_names: Path | None = None
-    """Text file, one name a line, or JSON; by default what is known."""
-    crop_ratio: float | None = None
-    """Evaluation crop as a share of the resized side; by default the model's."""
-    top: int = 5
-    """How many classes to give."""
-    threshold: float = 0.5
-    """Least score of a detector's boxes."""
-    batch_size: int = 32
-    """Images per batch."""
-    threads: int = 2
-    """Threads that read images."""
-
-    def __post_init__(self) -> None:
-        for name in ("top", "batch_size", "threads"):
-            require_least(name.replace("_", "-"), getattr(self, name))
 
 
 class Predictions:
@@ -101,13 +79,13 @@ class Predictions:
             yield prediction
         self.interrupted = loop.interrupted
 
-    def write(self, file: TextIO, form: Format = "jsonl") -> None:
+    def write(self, file: TextIO, form: LineFormat = "jsonl") -> None:
         """Write one line for each image, as it comes."""
         write = open_writer(form, file, self.model)
         for prediction in self:
             write(prediction)
 
-    def save(self, folder: Path | str, form: Format = "jsonl") -> Path:
+    def save(self, folder: Path | str, form: LineFormat = "jsonl") -> Path:
         """Write predictions.jsonl or predictions.csv, and metrics.json, into a folder."""
         path = Path(folder) / f"predictions.{form}"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -404,7 +382,7 @@ def _walk(folder: str) -> Iterator[str]:
 # --- Lines ---------------------------------------------------------------------------------------
 
 
-def open_writer(kind: Format, stream: TextIO, model: ImageModel) -> Write:
+def open_writer(kind: LineFormat, stream: TextIO, model: ImageModel) -> Write:
     """A function that writes one prediction a line."""
     return _WRITERS[kind](stream, model)
 

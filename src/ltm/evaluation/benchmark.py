@@ -24,13 +24,13 @@ from ltm.evaluation.latency import (
     DTYPES,
     Candidate,
     Conditions,
-    Scope,
     Timing,
     did_not_run,
     measure_latency,
 )
 from ltm.evaluation.modes import MODES
 from ltm.evaluation.records import TimingFile
+from ltm.evaluation.settings import BenchmarkSettings
 from ltm.evaluation.timing import TimingLock
 from ltm.files import check_folder
 from ltm.models import (
@@ -40,7 +40,6 @@ from ltm.models import (
     changed,
     check_name,
     refuse_given,
-    require_least,
     silent,
     split_methods,
 )
@@ -51,87 +50,6 @@ Model = nn.Module | str | Path | ModelSource
 _METHODS = ("tome", "ltm")
 _RATIO = 0.7
 _GPU_THREADS = 2
-
-
-def _words(name: str, texts: Iterable[int | str]) -> tuple[str, ...]:
-    """Words, each of which may hold several with commas between them."""
-    found = [part.strip() for part in ",".join(map(str, texts)).split(",") if part.strip()]
-    if not found:
-        raise ValueError(f"{name}: there is none; give at least one")
-    return tuple(found)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"batch_sizes: {text} is no number of images; give whole numbers from 1")
-    return int(text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkSettings:
-    """What is timed, and how. Lists of words may be written with commas."""
-
-    ratio: float | None = None
-    """Share of the multiply-adds that may remain, 0.7 unless given."""
-    batch_sizes: tuple[int | str, ...] = (1, 8, 32)
-    """Images per batch."""
-    modes: tuple[str, ...] = ("eager",)
-    """eager, compiled, cudagraph, compiled-cudagraph, onnxruntime."""
-    dtypes: tuple[str, ...] = ("fp32",)
-    """fp32, fp16, bf16."""
-    scopes: tuple[Scope, ...] = ("model",)
-    """model (forward alone), end-to-end (with the loader; needs --data), training (step)."""
-    data: str | None = None
-    """Images to run on, as for ltm evaluate; noise unless given."""
-    split: str = "val"
-    """Split of the data, where it has several."""
-    workers: int = 2
-    """Loader processes, end to end."""
-    rounds: int = 15
-    """Rounds of the interleaved loop."""
-    warmup: int = 3
-    """Calls before the first round."""
-    channels_last: bool = False
-    """Keep images in this layout, which suits convolutions."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    seed: int = 0
-    """Of untrained networks."""
-    minutes: float | None = None
-    """Start no further comparison after this many."""
-
-    def __post_init__(self) -> None:
-        sizes = tuple(_positive(text) for text in _words("batch_sizes", self.batch_sizes))
-        object.__setattr__(self, "batch_sizes", sizes)
-        for name, known in (("modes", MODES), ("dtypes", DTYPES)):
-            words = _words(name, getattr(self, name))
-            for word in words:
-                if word not in known:
-                    raise ValueError(f"{name}: {word} is not known; choose from {', '.join(known)}")
-            object.__setattr__(self, name, words)
-        _words("scopes", self.scopes)
-        require_least("rounds", self.rounds)
-        require_least("warmup", self.warmup, 0)
-        require_least("minutes", self.minutes, 0)
-        if "end-to-end" in self.scopes and self.data is None:
-            raise ValueError("scope end-to-end needs images: give --data")
-
-    def conditions(
-        self, model: str, image_size: tuple[int, int], device: str
-    ) -> Iterator[Conditions]:
-        """The comparisons of one network: scopes x precisions x batch sizes."""
-        for scope, dtype, batch_size in product(self.scopes, self.dtypes, self.batch_sizes):
-            yield Conditions(
-                model=model,
-                image_size=image_size,
-                batch_size=int(batch_size),
-                dtype=dtype,
-                scope=scope,
-                device=device,
-                channels_last=self.channels_last,
-                rounds=self.rounds,
-                warmup=self.warmup,
-            )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -181,6 +99,8 @@ def benchmark(
         changes: fields of the settings to change, such as `batch_sizes=(1, 128)`.
     """
     settings = changed(settings, changes)
+    _check_known("modes", settings.modes, MODES)
+    _check_known("dtypes", settings.dtypes, DTYPES)
     folder = None if folder is None else Path(folder)
     _check_folder(folder, resume=resume, overwrite=overwrite)
     networks = [models] if isinstance(models, nn.Module | str | Path | ModelSource) else models
@@ -325,8 +245,21 @@ class _Run:
             self.say("  measured before")
         self._add(rows)
 
-    def _conditions(self, name: str, image_size: tuple[int, int]) -> Iterator[Conditions]:
-        return self.settings.conditions(name, image_size, str(self.device))
+    def _conditions(self, model: str, image_size: tuple[int, int]) -> Iterator[Conditions]:
+        """The comparisons of one network: scopes x precisions x batch sizes."""
+        chosen = self.settings
+        for scope, dtype, batch_size in product(chosen.scopes, chosen.dtypes, chosen.batch_sizes):
+            yield Conditions(
+                model=model,
+                image_size=image_size,
+                batch_size=int(batch_size),
+                dtype=dtype,
+                scope=scope,
+                device=str(self.device),
+                channels_last=chosen.channels_last,
+                rounds=chosen.rounds,
+                warmup=chosen.warmup,
+            )
 
     def _refuse(self, comparisons: Iterable[Conditions], reason: str) -> None:
         """Say of a network that it cannot even run untouched, in a row of each comparison."""
@@ -383,6 +316,12 @@ def _methods(
     found = split_methods(texts, PUBLISHED_TOME)
     check_methods(found, _RATIO if ratio is None else ratio)
     return found
+
+
+def _check_known(name: str, words: Iterable[str], known: Iterable[str]) -> None:
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{name}: {word} is not known; choose from {', '.join(known)}")
 
 
 def _check_folder(folder: Path | None, *, resume: bool, overwrite: bool) -> None:

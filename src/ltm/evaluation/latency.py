@@ -11,7 +11,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ltm.evaluation.modes import (
     peak_memory_mib,
     use_fast_paths_,
 )
+from ltm.evaluation.settings import Scope
 from ltm.evaluation.timing import Estimate, TimingLock, interleaved, speedup, spread, verdict
 
 BASE = "base"
@@ -33,8 +34,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 """How terminals are told to change colours."""
-
-Scope = Literal["model", "end-to-end", "training"]
 
 
 class Batches(Protocol):

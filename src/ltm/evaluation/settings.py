@@ -1,8 +1,14 @@
-"""Settings of `ltm.evaluate`. Importing this imports no torch."""
+"""Settings of `ltm.evaluate` and `ltm.benchmark`. Importing this imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
+
+from ltm.models import require_least
+
+Scope = Literal["model", "end-to-end", "training"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +36,63 @@ class EvaluateSettings:
     """Loader processes."""
     device: str = "auto"
     """Where to run: auto, cpu, cuda or cuda:N."""
+
+
+def _words(name: str, texts: Iterable[int | str]) -> tuple[str, ...]:
+    """Words, each of which may hold several with commas between them."""
+    found = [part.strip() for part in ",".join(map(str, texts)).split(",") if part.strip()]
+    if not found:
+        raise ValueError(f"{name}: there is none; give at least one")
+    return tuple(found)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"batch_sizes: {text} is no number of images; give whole numbers from 1")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings:
+    """What is timed, and how. Lists of words may be written with commas."""
+
+    ratio: float | None = None
+    """Share of the multiply-adds that may remain, 0.7 unless given."""
+    batch_sizes: tuple[int | str, ...] = (1, 8, 32)
+    """Images per batch."""
+    modes: tuple[str, ...] = ("eager",)
+    """eager, compiled, cudagraph, compiled-cudagraph, onnxruntime."""
+    dtypes: tuple[str, ...] = ("fp32",)
+    """fp32, fp16, bf16."""
+    scopes: tuple[Scope, ...] = ("model",)
+    """model (forward alone), end-to-end (with the loader; needs --data), training (step)."""
+    data: str | None = None
+    """Images to run on, as for ltm evaluate; noise unless given."""
+    split: str = "val"
+    """Split of the data, where it has several."""
+    workers: int = 2
+    """Loader processes, end to end."""
+    rounds: int = 15
+    """Rounds of the interleaved loop."""
+    warmup: int = 3
+    """Calls before the first round."""
+    channels_last: bool = False
+    """Keep images in this layout, which suits convolutions."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Of untrained networks."""
+    minutes: float | None = None
+    """Start no further comparison after this many."""
+
+    def __post_init__(self) -> None:
+        sizes = tuple(_positive(text) for text in _words("batch_sizes", self.batch_sizes))
+        object.__setattr__(self, "batch_sizes", sizes)
+        for name in ("modes", "dtypes"):
+            object.__setattr__(self, name, _words(name, getattr(self, name)))
+        _words("scopes", self.scopes)
+        require_least("rounds", self.rounds)
+        require_least("warmup", self.warmup, 0)
+        require_least("minutes", self.minutes, 0)
+        if "end-to-end" in self.scopes and self.data is None:
+            raise ValueError("scope end-to-end needs images: give --data")

@@ -1,0 +1,80 @@
+"""Settings of `ltm.export` and `ltm.predict`. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ltm.models import require_least
+
+Format = Literal["onnx", "program", "openvino"]
+Recipe = Literal["accurate", "small", "dynamic", "convolutional"]
+LineFormat = Literal["jsonl", "csv"]
+
+TOLERANCE = 1e-3
+BATCH_SIZES = (1, 3, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """What to write, and what to prove it on."""
+
+    method: str | None = None
+    """Merge tokens first, such as ltm, tome or ltm:support=learned."""
+    ratio: float | None = None
+    """Share of the multiply-adds that may remain with --method, 0.7 unless given."""
+    formats: tuple[Format, ...] = ("onnx",)
+    """What to write."""
+    int8: tuple[Recipe, ...] = ()
+    """Int8 versions to add: accurate, small (all linear layers), dynamic (no calibration images
+    needed) or convolutional."""
+    data: str = "shapes"
+    """Images to compare and calibrate on: a folder or .zip of class folders, tar shards, hf:NAME,
+    or shapes (generated)."""
+    split: str = "val"
+    """Split of the data, where it has several."""
+    images: int | None = None
+    """Labelled images for the accuracy of int8 files; by default all."""
+    calibration_images: int = 128
+    """Images that set the ranges of int8 files; none of them is evaluated."""
+    class_names: Path | None = None
+    """Text file, one name a line, or JSON; by default what is known."""
+    crop_ratio: float | None = None
+    """Evaluation crop as a share of the resized side; by default the model's."""
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    """Batch sizes at which files are compared with the network."""
+    tolerance: float = TOLERANCE
+    """Largest relative difference allowed."""
+    workers: int = 0
+    """Loader processes."""
+
+    def __post_init__(self) -> None:
+        for name in ("formats", "batch_sizes"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: there is none; give at least one")
+        require_least("batch-sizes", min(self.batch_sizes))
+        if self.method is None and self.ratio is not None:
+            raise ValueError("--ratio goes with --method; a saved run has its own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSettings:
+    """How images are prepared, and what is said about them."""
+
+    class_names: Path | None = None
+    """Text file, one name a line, or JSON; by default what is known."""
+    crop_ratio: float | None = None
+    """Evaluation crop as a share of the resized side; by default the model's."""
+    top: int = 5
+    """How many classes to give."""
+    threshold: float = 0.5
+    """Least score of a detector's boxes."""
+    batch_size: int = 32
+    """Images per batch."""
+    threads: int = 2
+    """Threads that read images."""
+
+    def __post_init__(self) -> None:
+        for name in ("top", "batch_size", "threads"):
+            require_least(name.replace("_", "-"), getattr(self, name))
