@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from copy import copy
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
@@ -62,9 +61,7 @@ def _write_picture(dataset: ShapesClassification, folder: Path, index: int) -> N
 
 def repeated(dataset: ImageDataset, number: int) -> ImageDataset:
     """The same images again and again, until there are enough for an epoch."""
-    longer = copy(dataset)
-    longer.indices = [dataset.indices[place % len(dataset)] for place in range(number)]
-    return longer
+    return dataset.select(position % len(dataset) for position in range(number))
 
 
 class Steps:

@@ -152,6 +152,12 @@ def test_malformed_shards_are_refused(tmp_path, members, message):
         opened([path])
 
 
+def test_a_shell_is_never_asked_for_shards(tmp_path):
+    with pytest.raises(FileNotFoundError, match="1 of 1 tar shards are missing"):
+        open_dataset(f"pipe:touch {tmp_path}/ran; cat x.tar")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_missing_and_damaged_shards_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="1 of 1 tar shards are missing"):
         opened([tmp_path / "x.tar"])

@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, Protocol, Self
 
@@ -98,10 +98,13 @@ class ImageDataset(Dataset[tuple[Any, int]]):
             raise ValueError(f"num_images is {num_images}, but must be at least 1")
         count = min(num_images, len(self))
         by_class = np.argsort(self.labels, kind="stable")
-        chosen = np.sort(by_class[np.arange(count) * len(self) // count])
-        taken = copy(self)
-        taken.indices = [self.indices[place] for place in chosen.tolist()]
-        return taken
+        return self.select(np.sort(by_class[np.arange(count) * len(self) // count]).tolist())
+
+    def select(self, positions: Iterable[int]) -> Self:
+        """Return the images at these positions, in this order."""
+        chosen = copy(self)
+        chosen.indices = [self.indices[position] for position in positions]
+        return chosen
 
 
 class UnreadableImageWarning(UserWarning):

@@ -59,9 +59,7 @@ class ShapesClassification(ImageDataset):
 
     def take(self, num_images: int) -> Self:
         """Return the first `num_images` images, or all if there are fewer."""
-        taken = copy(self)
-        taken.indices = self.indices[: _at_least(1, "num_images", num_images)]
-        return taken
+        return self.select(range(min(_at_least(1, "num_images", num_images), len(self))))
 
 
 class _ShapeImages:

@@ -74,7 +74,7 @@ def expand_shards(pattern: str, split: str) -> tuple[Path, ...]:
         return tuple(of_split or paths)
     found: list[Path] = []
     expand = require("braceexpand", extra="cli").braceexpand  # comes with webdataset
-    for name in expand(pattern.replace("{split}", split)):
+    for name in expand(pattern.replace("{split}", split), escape=False):
         path = Path(name)
         is_glob = any(character in path.name for character in "*?[")
         found += sorted(path.parent.glob(path.name)) if is_glob else [path]

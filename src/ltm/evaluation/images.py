@@ -5,7 +5,6 @@ Importing this module imports neither torch nor timm.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +117,7 @@ def _part_unsplit(dataset: Any, images: int | None, wanted: int) -> Partition:
         return Partition(evaluation=_take(dataset, images), calibration=None, reason=reason)
     calibration = dataset.take(number)
     chosen = set(calibration.indices)
-    rest = copy.copy(dataset)
-    rest.indices = [index for index in dataset.indices if index not in chosen]
+    rest = dataset.select(p for p, index in enumerate(dataset.indices) if index not in chosen)
     return Partition(evaluation=_take(rest, images), calibration=calibration)
 
 
