@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ltm.calibration.calibration import calibrate as calibrate
     from ltm.calibration.result import CalibrateResult as CalibrateResult
     from ltm.calibration.settings import CalibrateSettings as CalibrateSettings
+    from ltm.compression.compress import CompressResult as CompressResult, compress as compress
+    from ltm.compression.settings import CompressSettings as CompressSettings
     from ltm.core.bottleneck import (
         InformationBottleneck as InformationBottleneck,
         information_bottleneck as information_bottleneck,
@@ -70,6 +72,8 @@ _HOMES = {
     "ltm.calibration.calibration": ("calibrate",),
     "ltm.calibration.result": ("CalibrateResult",),
     "ltm.calibration.settings": ("CalibrateSettings",),
+    "ltm.compression.compress": ("CompressResult", "compress"),
+    "ltm.compression.settings": ("CompressSettings",),
     "ltm.core.bottleneck": ("InformationBottleneck", "information_bottleneck"),
     "ltm.core.clustering": ("image_features",),
     "ltm.deployment.export": ("ExportResult", "export"),

@@ -35,6 +35,10 @@ def progress_bar(
         console: Where to show it; standard error by default.
         transient: Remove the bar when it is done.
     """
+    if silent:
+        yield lambda _="": None
+        return
+
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -52,7 +56,7 @@ def progress_bar(
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}"),
     )
-    hidden = silent or not console.is_terminal
+    hidden = not console.is_terminal
     with Bar(*columns, console=console, disable=hidden, transient=transient) as bar:
         task = bar.add_task(title, total=total, text="")
 

@@ -1,6 +1,5 @@
 """`ltm compress` from end to end: its numbers against independent ones, bad input, Ctrl-C."""
 
-import inspect
 import json
 import os
 import re
@@ -22,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import ltm
 from ltm.api import conversion_of
 from ltm.cli import main
-from ltm.cli.compress import command_line, compress
-from ltm.cli.measurements import mixed
+from ltm.cli.commands import command_line
+from ltm.compression.measurements import mixed
+from ltm.compression.settings import CompressSettings
 from ltm.data.shapes import ShapesClassification
 from ltm.evaluation.images import part_images
 from ltm.models import ModelSource
@@ -324,7 +324,7 @@ def test_ctrl_c_while_timing_keeps_the_rest(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ltm.evaluation.latency.measure_latency", stop)
+    monkeypatch.setattr("ltm.compression.measurements.measure_latency", stop)
     assert interrupted_run(place, tmp_path, "--time-batches", "1") == 130
     metrics = read(tmp_path)
     assert metrics["interrupted"] == "timing"
@@ -390,11 +390,7 @@ def test_the_images_seen_first_are_of_all_classes(place: Path) -> None:
 
 
 def test_the_command_line_repeats_the_run() -> None:
-    values: dict[str, Any] = {
-        name: parameter.default
-        for name, parameter in inspect.signature(compress).parameters.items()
-    }
-    values |= {"data": "my data", "time": False, "compare": ("tome", "tofu"), "overwrite": True}
-    assert command_line("compress", compress, values) == (
+    settings = CompressSettings(time=False, compare=("tome", "tofu"))
+    assert command_line("compress", ModelSource(), settings, data="my data", output=None) == (
         "ltm compress --data 'my data' --compare tome tofu --no-time"
     )

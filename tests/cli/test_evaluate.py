@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ltm
 from ltm.cli import main
-from ltm.cli.compression import Compression
+from ltm.compression.compress import Compression
 from ltm.data.transforms import evaluation_transform, image_spec
 from ltm.evaluation.evaluate import _fit_
 from ltm.progress import Progress
@@ -145,7 +145,7 @@ def test_thresholds_are_set_on_all_images_that_were_chosen_for_it(
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    for place in ("ltm.api", "ltm.evaluation.evaluate"):
+    for place in ("ltm.compression.compress", "ltm.evaluation.evaluate"):
         monkeypatch.setattr(f"{place}.fit_", lambda _, images, **__: seen.append(images.tolist()))
     images, config = torch.arange(130), ltm.LTMP(ratio=0.9)
     parts = {"models": {"base": host}, "images": SimpleNamespace(calibration=images)}

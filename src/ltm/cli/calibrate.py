@@ -11,7 +11,7 @@ from ltm.calibration.settings import CalibrateSettings
 from ltm.cli.commands import Flat, interrupted, say
 from ltm.files import check_folder
 from ltm.models import ModelSource
-from ltm.progress import interruptible
+from ltm.progress import interruptible, progress_bar
 
 if TYPE_CHECKING:
     from ltm.calibration.result import Trial
@@ -63,26 +63,15 @@ def calibrate(
 @contextmanager
 def _showing(num_trials: int) -> Iterator[Callable[[Trial], None]]:
     """Show how a search goes, on a terminal; Ctrl-C ends it after the trial at hand."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    refined = 0
-    with (
-        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
-        interruptible() as stopped,
-    ):
-        task = bar.add_task("what each block minds", total=None)
+    with progress_bar("calibration", num_trials) as advance, interruptible() as stopped:
+        best = ""
 
         def note(trial: Trial) -> None:
-            nonlocal refined
-            refined += trial.phase == "refinement"
+            nonlocal best
             if trial.is_best:
-                found = f"divergence {trial.divergence:.4f} at {trial.share:.3f}"
-                bar.update(task, description=found)
-            if trial.phase != "sensitivity":
-                bar.update(task, completed=refined, total=num_trials)
+                best = f"divergence {trial.divergence:.4f} at {trial.share:.3f}"
+            if trial.phase == "refinement":
+                advance(best)
             if stopped.is_set():
                 raise KeyboardInterrupt
 

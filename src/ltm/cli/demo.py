@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ltm.cli.compress import command_line, say, show
+from ltm.cli.commands import command_line, say
+from ltm.compression.settings import CompressSettings
 from ltm.files import check_folder
 from ltm.models import method_config
 
@@ -59,47 +62,48 @@ def demo(
     for name, value in (("epochs", epochs), ("train_images", train_images), ("images", images)):
         if value < 1:
             raise ValueError(f"{name} is {value}: at least 1 is needed")
-    command = command_line("demo", demo, locals())
     # Threads that wait by spinning make a small network several times slower on a busy machine;
     # torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    from ltm.compression.compress import compress
     from ltm.methods import DEFAULT, methods
 
-    config = method_config(DEFAULT, ratio)
+    method_config(DEFAULT, ratio)
     check_folder(output, overwrite=overwrite or _is_own(output))
-
-    import torch
-
-    from ltm.cli.compression import Compression, Options
-    from ltm.evaluation.images import part_images
-
     data = f"shapes:classes=10,size=64,images={train_images},val_images={images},seed={seed}"
-    network = trained_network(data, epochs, seed, output / "network")
-    parts = part_images(data, split="val", images=None, calibration_images=128)
-    job = Compression(
-        network,
-        parts,
-        Options(
-            model="A ViT of 6 blocks",
-            weights=f"trained here, {epochs} epochs on {train_images} generated images",
+    result = compress(
+        trained_network(data, epochs, seed, output / "network"),
+        data,
+        CompressSettings(
             method=DEFAULT,
-            config=config,
-            data=data,
-            output=output,
-            command=command,
-            device=torch.device("cpu"),
+            ratio=ratio,
             compare=tuple(name for name in methods() if name != DEFAULT),
+            calibration_images=128,
             calibration_trials=60,
-            time_batches=(1, 32) if time else (),
+            time=time,
+            time_batches=(1, 32),
             workers=0,
+            device="cpu",
             seed=seed,
-            model_args=NETWORK_ARGS,
         ),
-        say,
+        folder=output,
+        name="A ViT of 6 blocks",
+        weights=f"trained here, {epochs} epochs on {train_images} generated images",
+        command=_command(locals()),
+        say=say,
     )
-    job.run()
-    show(job.write())
+    result.save(output)
+    print(result)
     say(f"Report: {output / 'report.html'}")
+
+
+def _command(values: Mapping[str, Any]) -> str:
+    """The call that repeats a run."""
+    parameters = inspect.signature(demo).parameters.items()
+    given = {name: values[name] for name, p in parameters if values[name] != p.default}
+    given.pop("overwrite", None)
+    return command_line("demo", **given)
 
 
 def trained_network(data: str, epochs: int, seed: int, folder: Path) -> nn.Module:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ltm.models import num_classes_of
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ltm.api import gmacs as count_gmacs, image_size_of, measure_share, mergers
+from ltm.evaluation import accuracy
+from ltm.evaluation.accuracy import Outputs, PairedDifference, paired_interval, summarise
+from ltm.evaluation.bottleneck import SiteBottleneck, measure_bottleneck, watchable
+from ltm.evaluation.cost import num_parameters
+from ltm.evaluation.latency import BASE, Candidate, Conditions, Timing, measure_latency
+from ltm.models import Say, num_classes_of, silent
 from ltm.progress import Progress
+from ltm.report.comparison import Network
+from ltm.report.tracing import tokens_by_block
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ltm.evaluation.accuracy import Outputs, PairedDifference
-    from ltm.evaluation.bottleneck import SiteBottleneck
-    from ltm.evaluation.latency import Timing
-    from ltm.report.comparison import Network
-
-BASE = "base"
 _SAMPLE = 64
 """Images on which tokens are counted, and shares of MACs that differ from image to image."""
 
@@ -33,7 +36,7 @@ class Measurements:
         models: Mapping[str, nn.Module],
         dataset: Any,
         load: Callable[[Any], Any],
-        say: Callable[[str], None] = lambda _: None,
+        say: Say = silent,
     ) -> None:
         self.models, self.dataset, self.load, self.say = models, dataset, load, say
         self.outputs: dict[str, Outputs] = {}
@@ -43,10 +46,8 @@ class Measurements:
 
     def evaluate(self) -> None:
         """Show all networks all images."""
-        from ltm.evaluation import accuracy
-
         self.say(f"Evaluating {len(self.models)} networks on {len(self.dataset):,} images")
-        loop = Progress("accuracy")
+        loop = Progress("accuracy", silent=self.say is silent)
         try:
             self.outputs = accuracy.evaluate(
                 self.models, self.load(mixed(self.dataset)), original=BASE, progress=loop
@@ -58,11 +59,9 @@ class Measurements:
 
     def measure_bottleneck(self, num_images: int) -> None:
         """Information bottleneck by block, on at most so many images."""
-        from ltm.evaluation.bottleneck import measure_bottleneck
-
         dataset = self.dataset.take(num_images)
         self.say(f"Measuring the information bottleneck on {len(dataset):,} images")
-        loop = Progress("information bottleneck")
+        loop = Progress("information bottleneck", silent=self.say is silent)
         classes = num_classes_of(self.models[BASE])
         sites = measure_bottleneck(self.models, self.load(dataset), classes, progress=loop)
         # Tables of the images so far would be right, but not those of the curves beside them.
@@ -70,10 +69,7 @@ class Measurements:
         self.interrupted = loop.interrupted
 
     def measure_time(self, name: str, batch_sizes: Sequence[int]) -> None:
-        """Race all networks, on real images."""
-        from ltm.api import image_size_of
-        from ltm.evaluation.latency import Candidate, Conditions, measure_latency
-
+        """Time all networks in interleaved rounds, on real images."""
         weight = next(self.models[BASE].parameters())
         candidates = [Candidate(method=name, model=model) for name, model in self.models.items()]
         for batch_size in batch_sizes:
@@ -90,8 +86,6 @@ class Measurements:
 
     def sample(self, number: int) -> Tensor:
         """The first images of a selection that is spread over the data."""
-        import torch
-
         batches = self.load(self.dataset.take(number))
         found: list[Tensor] = []
         for images, _ in batches:
@@ -102,15 +96,11 @@ class Measurements:
 
     def networks(self, notes: Mapping[str, str]) -> tuple[Network, ...]:
         """One row per network of all that was measured."""
-        from ltm.evaluation.accuracy import paired_interval, summarise
-        from ltm.evaluation.cost import num_parameters
-        from ltm.report.comparison import Network
-
         sample = cache(lambda: self.sample(_SAMPLE))
-        base, base_gmacs = self.outputs.get(BASE), gmacs_of(self.models[BASE], 0.0, sample)
+        base, base_gmacs = self.outputs.get(BASE), _gmacs(self.models[BASE], 0.0, sample)
         rows: list[Network] = []
         for name, model in self.models.items():
-            outputs, gmacs = self.outputs.get(name), gmacs_of(model, base_gmacs, sample)
+            outputs, gmacs = self.outputs.get(name), _gmacs(model, base_gmacs, sample)
             row = Network(
                 method=name,
                 parameters=num_parameters(model),
@@ -121,7 +111,7 @@ class Measurements:
                 if outputs is None or base is None or name == BASE
                 else paired_interval(outputs.correct, base.correct),
                 timings=tuple(timing for timing in self.timings if timing.method == name),
-                tokens=tokens_of(model, sample()) if self.outputs else {},
+                tokens=_tokens(model, sample()) if self.outputs else {},
                 bottleneck=tuple(site for site in self.sites if site.model == name),
                 note=notes.get(name, ""),
             )
@@ -130,8 +120,6 @@ class Measurements:
 
     def lead(self, method: str) -> dict[str, PairedDifference]:
         """Accuracy of one method less that of each other, but for the base."""
-        from ltm.evaluation.accuracy import paired_interval
-
         if method not in self.outputs:
             return {}
         own = self.outputs[method].correct
@@ -142,26 +130,19 @@ class Measurements:
         }
 
 
-def gmacs_of(model: nn.Module, base_gmacs: float, sample: Callable[[], Tensor]) -> float:
+def _gmacs(model: nn.Module, base_gmacs: float, sample: Callable[[], Tensor]) -> float:
     """Billions of multiply-adds an image; a mean where the tokens differ between images."""
-    from ltm.api import gmacs, measure_share, mergers
-
     if any(merger.own_counts for _, merger in mergers(model)):
         return measure_share(model, sample()) * base_gmacs
-    return gmacs(model)
+    return count_gmacs(model)
 
 
-def tokens_of(model: nn.Module, images: Tensor) -> dict[int, float]:
+def _tokens(model: nn.Module, images: Tensor) -> dict[int, float]:
     """Tokens after each block, also of a network that merges nothing."""
-    from ltm.evaluation.bottleneck import watchable
-    from ltm.report.tracing import tokens_by_block
-
     with watchable(model) as watched:
         return tokens_by_block(watched, images)
 
 
 def mixed(dataset: Any) -> Any:
     """The same images in another order: those seen before Ctrl-C are then of all classes."""
-    import numpy as np
-
     return dataset.select(np.random.default_rng(0).permutation(len(dataset)).tolist())

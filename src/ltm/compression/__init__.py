@@ -1,0 +1,1 @@
+"""The main job: convert, calibrate, tune, freeze, measure, report."""

@@ -1,0 +1,474 @@
+"""`ltm.compress`: from a trained network and labelled images to a smaller one, with a report.
+
+The stages (convert, calibrate, tune, freeze, measure, draw) each add to one comparison. A run may
+be stopped at any of them: the model is saved as soon as there is one, and measurements that were
+made are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ltm.adapters import adapter_of
+from ltm.api import (
+    conversion_of,
+    fit_,
+    freeze_,
+    is_merging,
+    merge_tokens_,
+    report,
+    save,
+    unmerge_tokens_,
+)
+from ltm.calibration.calibration import calibrate
+from ltm.calibration.settings import CalibrateSettings
+from ltm.compression.measurements import Measurements
+from ltm.compression.settings import CompressSettings
+from ltm.core.cost import meta_copy
+from ltm.data.config import AugmentConfig, DataConfig
+from ltm.data.datasets import Splits, open_dataset
+from ltm.data.images import ImageDataset
+from ltm.evaluation.environment import describe
+from ltm.evaluation.evaluate import aligned
+from ltm.evaluation.images import Partition, expected_images, load_batches, part_images
+from ltm.evaluation.latency import BASE
+from ltm.files import write_metrics
+from ltm.methods import MethodConfig
+from ltm.models import (
+    Network,
+    Say,
+    changed,
+    check_classes,
+    method_config,
+    name_of,
+    open_model,
+    require_least,
+    silent,
+    source_of,
+    split_methods,
+)
+from ltm.processes import local_device
+from ltm.progress import progress_bar
+from ltm.report.comparison import Comparison, block_changes
+from ltm.report.curves import display_name
+from ltm.report.documents import Illustration, illustrate, table_of, write_card, write_report
+from ltm.report.pictures import (
+    NUM_PICTURES,
+    NamedPicture,
+    data_pictures,
+    generated_pictures,
+    prepare,
+    read_pictures,
+)
+from ltm.report.tracing import last_attended_block, trace_models
+from ltm.report.verdicts import verdicts
+
+_DEFAULTS = CompressSettings()
+_FITTING_IMAGES = 64
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CompressResult:
+    """The compressed network, and how it compares with the original. Print it."""
+
+    model: nn.Module | None
+    """The compressed network; None where the run was stopped before there was one."""
+    comparison: Comparison
+    """All that was measured."""
+    illustrations: tuple[Illustration, ...] = ()
+    """What the report shows."""
+    class_names: tuple[str, ...] = ()
+    origin: dict[str, str] = field(default_factory=dict)
+    """What timm knows about where the weights come from."""
+
+    @property
+    def interrupted(self) -> str:
+        """What was going on when Ctrl-C stopped the run; empty for a complete one."""
+        return self.comparison.interrupted
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the network, its card, report.html and metrics.json."""
+        folder = Path(folder)
+        if self.model is not None:
+            save(self.model, folder, class_names=self.class_names)
+        write_metrics(folder, self.comparison.to_dict())
+        write_report(self.comparison, folder, self.illustrations)
+        write_card(self.comparison, folder, origin=self.origin)
+        return folder
+
+    def __repr__(self) -> str:
+        comparison = self.comparison
+        sentences = [f"- {sentence}" for sentence in verdicts(comparison)]
+        return "\n".join([comparison.title, "", aligned(table_of(comparison)), "", *sentences])
+
+
+def compress(
+    model: Network,
+    data: str,
+    settings: CompressSettings = _DEFAULTS,
+    *,
+    folder: str | Path | None = None,
+    name: str | None = None,
+    weights: str | None = None,
+    command: str | None = None,
+    say: Say = silent,
+    **changes: Any,
+) -> CompressResult:
+    """Make a trained network smaller and faster, and measure what that gained and lost.
+
+    Converts the network, chooses where to merge on unlabelled images, fine-tunes if asked to and
+    freezes it; evaluates it against the original and the methods in `compare` on the same labelled
+    images, and times them. Ctrl-C stops, and keeps what is done. The network that was given stays
+    as it is.
+
+    Args:
+        model: a network or its name.
+        data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
+        settings: how to merge, what to choose on images, and what to measure.
+        folder: gets the network as soon as there is one, and what fine-tuning leaves; `save` the
+            result for all the rest.
+        name: what the report calls the network.
+        weights: what the report says about its weights.
+        command: what the report says repeats the run; by default this call.
+        say: told what is done, line by line.
+        changes: changes of the settings, such as `ratio=0.5`.
+    """
+    settings = changed(settings, changes)
+    device = local_device(settings.device)
+    config = method_config(settings.method, settings.ratio)
+    peers = [text for text in split_methods(settings.compare) if text != settings.method]
+    for text in peers:
+        method_config(text, settings.ratio)
+    require_least("bottleneck-images", settings.bottleneck_images, 0)
+    images = part_images(
+        data,
+        split=settings.split,
+        images=settings.images,
+        calibration_images=settings.calibration_images,
+    )
+    if settings.finetune_epochs:
+        _require_training_images(images, data)
+    pictures = _open_pictures(settings.pictures)
+    torch.manual_seed(settings.seed)
+    base = open_model(model, device, merges=True, say=say)
+    if is_merging(base):
+        unmerge_tokens_(base)
+    check_classes(base, images.evaluation.class_names, data)
+    source = source_of(model)
+    name = name or (name_of(model) if source is None else source.name)
+    job = Compression(
+        base,
+        images,
+        settings,
+        name=name,
+        config=config,
+        peers=peers,
+        data=data,
+        folder=None if folder is None else Path(folder),
+        pictures=pictures,
+        say=say,
+    )
+    job.run()
+    origin = "given as a network" if source is None else source.origin
+    return CompressResult(
+        model=job.models.get(settings.method),
+        comparison=job.comparison(weights or origin, command or _python_call(name, data, settings)),
+        illustrations=tuple(job.illustrations),
+        class_names=tuple(images.evaluation.class_names),
+        origin=_known_origin(base) if source is not None and source.pretrained else {},
+    )
+
+
+def _python_call(name: str, data: str, settings: CompressSettings) -> str:
+    """The call that repeats a run: every setting that differs from its default."""
+    given = (f.name for f in fields(settings) if getattr(settings, f.name) != f.default)
+    words = [f"{setting}={getattr(settings, setting)!r}" for setting in given]
+    return f"ltm.compress({', '.join([repr(name), repr(data), *words])})"
+
+
+def _known_origin(model: nn.Module) -> dict[str, str]:
+    """What timm knows about where weights come from."""
+    known: Any = getattr(model, "pretrained_cfg", None) or {}
+    found = {"base_model": known.get("hf_hub_id"), "license": known.get("license")}
+    return {key: value for key, value in found.items() if isinstance(value, str)}
+
+
+def _open_pictures(pictures: str) -> tuple[NamedPicture, ...] | None:
+    """The pictures that the report shows; None takes them from the data."""
+    if pictures == "data":
+        return None
+    if pictures == "generated":
+        return tuple(generated_pictures())
+    return tuple(read_pictures([Path(pictures)], NUM_PICTURES))
+
+
+class Compression:
+    """A compression under way. `run` it; `comparison` tells what is known so far."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        images: Partition,
+        settings: CompressSettings,
+        *,
+        name: str,
+        config: MethodConfig,
+        data: str,
+        peers: Sequence[str] = (),
+        folder: Path | None = None,
+        pictures: tuple[NamedPicture, ...] | None = None,
+        say: Say = silent,
+    ) -> None:
+        self.name, self.images, self.settings = name, images, settings
+        self.config, self.data = config, data
+        self.peers, self.folder, self.pictures, self.say = peers, folder, pictures, say
+        self.models: dict[str, nn.Module] = {BASE: base}
+        self.measured = Measurements(self.models, images.evaluation, self._batches, say)
+        self.notes: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        self.illustrations: list[Illustration] = []
+        self.calibration: dict[str, Any] | None = None
+        self.stopped = False
+        self.interrupted = ""
+
+    @property
+    def model(self) -> nn.Module:
+        """The compressed model."""
+        return self.models[self.settings.method]
+
+    @cached_property
+    def calibration_batch(self) -> Tensor:
+        """Unlabelled images, none of which is evaluated."""
+        return torch.cat([images for images, _ in self._batches(self.images.calibration)])
+
+    def _batches(self, dataset: Any) -> Any:
+        base = self.models[BASE]
+        return load_batches(
+            dataset,
+            self.data,
+            base,
+            batch_size=self.settings.batch_size,
+            workers=self.settings.workers,
+            device=next(base.parameters()).device,
+        )
+
+    def run(self) -> None:
+        """Go through the stages; on Ctrl-C stop, and remember where."""
+        doing = ""
+        try:
+            for doing, stage in self._stages():
+                stage()
+                if self.stopped or self.measured.interrupted:
+                    self.interrupted = doing
+                    return
+        except KeyboardInterrupt:
+            self.interrupted = doing
+
+    def _stages(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        settings, measured = self.settings, self.measured
+        yield "the conversion", self.convert
+        if settings.calibrate:
+            yield "the calibration", self.calibrate
+        if settings.finetune_epochs:
+            yield "the fine-tuning", self.finetune
+        yield "freezing", self.freeze
+        yield "the conversion of the peers", self.add_peers
+        yield "the evaluation", measured.evaluate
+        if settings.bottleneck_images:
+            yield (
+                "the measurement of the information bottleneck",
+                lambda: measured.measure_bottleneck(settings.bottleneck_images),
+            )
+        if settings.time:
+            yield "timing", lambda: measured.measure_time(self.name, settings.time_batches)
+        yield "drawing", self.draw
+
+    def convert(self) -> None:
+        """Convert, and save at once: from here on there is a result."""
+        self.models[self.settings.method] = self._converted(self.config)
+        self._save()
+
+    def _converted(self, config: MethodConfig) -> nn.Module:
+        model = copy.deepcopy(self.models[BASE])
+        merge_tokens_(model, config)
+        if config.needs_images():
+            if self.images.calibration is None:
+                raise ValueError(
+                    f"{config.title} needs other images to be fitted on, but {self.images.reason}"
+                )
+            # One of several: images come class by class.
+            step = -(-len(self.calibration_batch) // _FITTING_IMAGES)
+            fit_(model, self.calibration_batch[::step])
+        return model
+
+    def calibrate(self) -> None:
+        """Choose the schedule on unlabelled images; where that cannot be done, say why."""
+        settings = self.settings
+        reason = _why_not_calibrated(self.model, self.images)
+        if reason:
+            self.say(f"The default schedule is kept: {reason}")
+            return
+        self.say(f"Calibrating on {len(self.calibration_batch):,} images, without their labels")
+        search = CalibrateSettings(
+            budget=self.config.ratio, trials=settings.calibration_trials, seed=settings.seed
+        )
+        with progress_bar("calibration", None, silent=self.say is silent) as advance:
+            found = calibrate(
+                self.models[BASE],
+                self.calibration_batch,
+                search,
+                config=self.config,
+                progress=lambda _: advance(""),
+            )
+        self.calibration = found.to_dict()
+        self.notes[settings.method] = f"calibrated on {found.num_images} images"
+        self.models[settings.method] = self._converted(found.config)
+        self._save()
+        self.stopped = found.interrupted
+
+    def finetune(self) -> None:
+        """Train the mask modules; the best epoch is chosen on images that are not evaluated."""
+        held_out = _require_training_images(self.images, self.data)
+        folder = None if self.folder is None else self.folder / "finetuning"
+        _tune_mergers_(
+            self.model, self.data, held_out, settings=self.settings, folder=folder, say=self.say
+        )
+
+    def freeze(self) -> None:
+        """Make the model ready for deployment, and save it."""
+        freeze_(self.model)
+        self._save()
+
+    def add_peers(self) -> None:
+        """Convert what is compared; what cannot do this ratio is left out, with the reason."""
+        # A method that was given as token counts has no ratio: its peers keep what it keeps.
+        ratio = self.config.ratio or min(1.0, report(self.model).share)
+        for text in self.peers:
+            self.say(f"Converting with {text}")
+            try:
+                peer = self._converted(method_config(text, ratio))
+            except ValueError as error:
+                self.left_out[text] = str(error)
+            else:
+                self.models[text] = freeze_(peer)
+
+    def draw(self) -> None:
+        """Pictures of what becomes one token."""
+        base, named = self.models[BASE], self.pictures
+        if named is None:
+            named = tuple(data_pictures(self.images.evaluation))
+        block = last_attended_block(self.model)
+        if not named or block is None:
+            return
+        spec = expected_images(base, DataConfig(source=self.data))
+        names, pictures = zip(*named, strict=True)
+        scenes = prepare(pictures, names, spec)
+        method = self.settings.method
+        peers = [name for name in self.models if name not in (BASE, method)][:1]
+        shown = {display_name(name): self.models[name] for name in [*peers, method]}
+        self.illustrations = illustrate(scenes, trace_models(shown, scenes.inputs), block)
+
+    def _save(self) -> None:
+        if self.folder is not None:
+            save(self.model, self.folder, class_names=self.images.evaluation.class_names)
+
+    def comparison(self, weights: str, command: str) -> Comparison:
+        """What is known so far."""
+        settings, name = self.settings, self.name
+        done = report(self.model) if settings.method in self.models else None
+        share = 1.0 if done is None else done.share
+        used = self.__dict__.get("calibration_batch")
+        return Comparison(
+            title=f"{name} at {share:.2f} of its multiply-adds, by {display_name(settings.method)}",
+            model=name,
+            weights=weights,
+            method=settings.method,
+            ratio=self.config.ratio,
+            data=self.data,
+            num_calibration_images=0 if used is None else len(used),
+            calibration=self.calibration,
+            finetune_epochs=settings.finetune_epochs,
+            seed=settings.seed,
+            command=command,
+            environment=describe(next(self.models[BASE].parameters()).device),
+            networks=self.measured.networks(self.notes),
+            lead=self.measured.lead(settings.method),
+            blocks=() if done is None else block_changes(self.model),
+            num_blocks=0 if done is None else done.num_blocks,
+            left_out=self.left_out,
+            interrupted=self.interrupted,
+        )
+
+
+def _why_not_calibrated(model: nn.Module, images: Partition) -> str:
+    """What keeps a converted model's schedule from being chosen on images; empty for nothing."""
+    done = conversion_of(model)
+    if adapter_of(done.family).layout(meta_copy(model), done.image_size).entry is not None:
+        return f"calibration is for sequences of tokens, and {done.family} has grids"
+    reason = done.config.unschedulable(grid=False)
+    if reason:
+        return reason
+    if done.config.ratio in (None, 1) or done.config.sites is not None:
+        return "it was given"
+    if images.calibration is None:
+        return f"there are no images to calibrate on, as {images.reason}"
+    return ""
+
+
+def _require_training_images(parts: Partition, data: str) -> ImageDataset:
+    """The images on which the best epoch is chosen; a ValueError where nothing can train."""
+    if parts.calibration is None:
+        raise ValueError(
+            f"finetune_epochs: the best epoch is chosen on calibration images, but {parts.reason}"
+        )
+    if parts.calibration.split == "all":
+        raise ValueError(
+            f"finetune_epochs: {data} has no training split; give a folder that holds train and val"
+        )
+    return parts.calibration
+
+
+def _tune_mergers_(
+    model: nn.Module,
+    data: str,
+    held_out: ImageDataset,
+    *,
+    settings: CompressSettings,
+    folder: Path | None,
+    say: Say,
+) -> None:
+    """Train the mask modules of a converted model on the training split, and nothing else."""
+    from ltm.training.run import train  # noqa: PLC0415 - it needs an extra
+    from ltm.training.settings import (  # noqa: PLC0415
+        MergeSettings,
+        OptimSettings,
+        RunSettings,
+        TrainingData,
+        TrainSettings,
+        TuneSettings,
+    )
+
+    config = conversion_of(model).config
+    training = TrainSettings(
+        merge=MergeSettings(method=config.name, ratio=config.ratio),
+        data=TrainingData(source=data, batch_size=settings.batch_size, workers=settings.workers),
+        augment=AugmentConfig.light(),
+        optim=OptimSettings(
+            epochs=settings.finetune_epochs, lr=5e-3, weight_decay=0.0, min_lr=1e-4
+        ),
+        tune=TuneSettings(trainable="mergers"),
+        run=RunSettings(seed=settings.seed, device=str(next(model.parameters()).device)),
+    )
+    splits = Splits(train=open_dataset(data, split="train"), val=held_out)
+    try:
+        train(model, splits, training, output=folder, overwrite=True, say=say)
+    except SystemExit:
+        raise KeyboardInterrupt from None  # It was stopped there, so it is stopped here.
