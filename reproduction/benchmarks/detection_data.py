@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ltm.data.shapes import ShapesDetection
 from ltm.data.targets import boxes_of
-from ltm.detection.data import open_detection
+from ltm.detection.coco import open_detection
 
 Target = dict[str, Tensor]
 

@@ -39,7 +39,7 @@ def check(scale: ScaleName, given: Sources) -> None:
     if scale == "smoke":
         return
     from ltm.data.datasets import open_dataset  # noqa: PLC0415 - imports torch
-    from ltm.detection.data import open_detection  # noqa: PLC0415
+    from ltm.detection.coco import open_detection  # noqa: PLC0415
 
     for source in (given.data, given.transfer):
         if source is not None:

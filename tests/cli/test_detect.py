@@ -120,7 +120,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         (["detect", "train", "--data", "nowhere"], "no data at nowhere"),
         (
             ["detect", "predict", "shapes", "--run", "nowhere", "--threshold", "7"],
-            "--threshold is 7: scores are from 0 to 1",
+            "threshold is 7: scores are from 0 to 1",
         ),
         (["segment", "train", "--no-restore"], "restore is off"),
         (["segment", "train", "--strategy", "fsdp"], "strategy is fsdp"),

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from ltm.detection.annotations import check_annotations
+from ltm.detection.coco import check_annotations
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import Tensor
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig, StridedAnchors, strided_pool
 from ltm.detection.pyramid import build_pyramid
 from ltm.detection.ssdlite import SSDLite, SSDLiteConfig
-from ltm.detection.targets import clean_target, float_image
+from ltm.detection.transforms import clean_target, float_image
 from ltm.methods import LTM
 
 pytestmark = pytest.mark.slow

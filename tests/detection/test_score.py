@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ltm.data.targets import decode_mask, encode_mask
-from ltm.detection.data import open_detection
+from ltm.detection.coco import open_detection
 from ltm.detection.score import (
     CocoScores,
     coco_results,
@@ -139,7 +140,7 @@ def test_no_detections_at_all_score_nothing() -> None:
     assert scores.box.ap == 0
     assert scores.mask is not None
     assert scores.mask.ap50 == 0
-    assert scores.to_dict()["box"]["ap75"] == 0
+    assert asdict(scores)["box"]["ap75"] == 0
 
 
 def test_the_truth_itself_scores_one_and_is_left_unchanged() -> None:

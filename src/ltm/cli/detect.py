@@ -1,8 +1,29 @@
-"""`ltm detect`: object detection with SSDLite on token-merging backbones."""
+"""`ltm detect`: object detection with SSDLite on token-merging backbones.
 
+`ltm segment` has the same actions, for Mask R-CNN.
+"""
+
+from __future__ import annotations
+
+import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from ltm.cli.detectors import Evaluate, Predict, Train, actions_of
+import tyro
+
+from ltm.cli.commands import Flat, interrupted, say
+from ltm.detection.settings import (
+    COMMANDS,
+    DetectionSettings,
+    EvaluateDetectorSettings,
+    PredictDetectorSettings,
+    Task,
+    find_detection_recipe,
+)
+from ltm.files import check_folder
+from ltm.training.settings import read_settings
 
 
 def detect(action: Train | Evaluate | Predict) -> None:
@@ -27,4 +48,134 @@ def detect(action: Train | Evaluate | Predict) -> None:
 
 def prepare(options: Sequence[str]) -> Callable[..., None]:
     """The command with the defaults that its recipe and its file say."""
-    return actions_of(detect, "ssdlite", "ssdlite", options)
+    return actions_of(detect, "ssdlite", options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a detector on a token-merging backbone.
+
+    Settings come from a recipe, then from a YAML file, then from the options below, whose defaults
+    are those of the recipe. The folder gets config.yaml, log.csv, curves.png, metrics.json,
+    results.json (COCO's format), checkpoints/ and model/, which evaluate and predict read. Several
+    processes: torchrun --nproc-per-node 4 --no-python ltm detect train ...
+    """
+
+    settings: Flat[DetectionSettings]
+    recipe: str
+    """Named settings to start from: the paper's, or small ones for a CPU (shapes_...)."""
+    config: Path | None = None
+    """YAML file of settings, such as the config.yaml of an earlier run."""
+    output: Path = Path("runs/detect")
+    """Folder of the run."""
+    resume: Literal["auto", "never"] = "never"
+    """auto continues from the last complete checkpoint in output, if there is one."""
+    overwrite: bool = False
+    """Start over in a folder that holds a run."""
+
+    def __call__(self, task: Task) -> None:
+        """Run the action, for detectors of one kind."""
+        from ltm.detection.task import train_detector
+
+        train_detector(
+            self.settings,
+            output=self.output,
+            resume=self.resume,
+            overwrite=self.overwrite,
+            say=say,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measure the average precision of a trained detector on annotated images.
+
+    The folder gets metrics.json, results.json (COCO's format) and some pictures.
+    """
+
+    run: Path
+    """The model/ folder of a training run, or the run's own folder."""
+    data: str
+    """A folder or .zip of images with annotations in COCO's format, or shapes (generated)."""
+    settings: Flat[EvaluateDetectorSettings]
+    output: Path | None = None
+    """Folder for metrics.json, results.json and pictures/."""
+
+    def __call__(self, task: Task) -> None:
+        """Run the action, for detectors of one kind."""
+        check_folder(self.output)
+        from ltm.detection.inference import evaluate_detector
+
+        try:
+            result = evaluate_detector(self.run, self.data, self.settings, task=task)
+        except KeyboardInterrupt:
+            interrupted("Stopped early: nothing was kept.")
+        print(result)
+        if self.output is not None:
+            result.save(self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Draw what a trained detector finds on images.
+
+    The folder gets one picture per image, results.json (COCO's format; image ids count from 1 in
+    the order of the images) and metrics.json with the images' names.
+    """
+
+    images: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Image files, folders of them, or shapes (generated ones)."""
+    run: Path
+    """The model/ folder of a training run, or the run's own folder."""
+    settings: Flat[PredictDetectorSettings]
+    output: Path = Path("runs/predictions")
+    """Folder for the pictures."""
+
+    def __call__(self, task: Task) -> None:
+        """Run the action, for detectors of one kind."""
+        check_folder(self.output)
+        from ltm.detection.inference import predict_objects
+
+        result = predict_objects(self.run, self.images, self.settings, task=task)
+        print(f"{result}: {result.save(self.output)}")
+
+
+def actions_of(
+    command: Callable[..., None], task: Task, options: Sequence[str]
+) -> Callable[..., None]:
+    """The command with its three actions, whose defaults follow from the recipe and the file."""
+    output = Path("runs") / COMMANDS[task]
+    train = Train(settings=_starting_point(options, task), recipe=task, output=output)
+    Actions = (  # noqa: N806 - a type, made on the spot
+        Annotated[Train, tyro.conf.subcommand("train", default=train)]
+        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+        | Annotated[Predict, tyro.conf.subcommand("predict")]
+    )
+
+    def prepared(action: Any) -> None:
+        action(task)
+
+    prepared.__doc__ = command.__doc__
+    prepared.__annotations__["action"] = Annotated[Actions, tyro.conf.arg(name="")]
+    flat = tyro.conf.configure(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
+    return flat(prepared)
+
+
+def _starting_point(options: Sequence[str], task: Task) -> DetectionSettings:
+    """The settings before options: those of the recipe, changed by the file."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--recipe", default=task)
+    parser.add_argument("--config", default=None)
+    try:
+        given, _ = parser.parse_known_args(options)
+    except argparse.ArgumentError:
+        return find_detection_recipe(task, task)  # The full parser will say what is wrong.
+    settings = find_detection_recipe(given.recipe, task)
+    if given.config is None:
+        return settings
+    changed = read_settings(given.config, settings)
+    if changed.detector.task != task:
+        raise ValueError(
+            f"{given.config} is for ltm {COMMANDS[changed.detector.task]}, not ltm {COMMANDS[task]}"
+        )
+    return changed

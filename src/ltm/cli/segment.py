@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ltm.cli.detectors import Evaluate, Predict, Train, actions_of
+from ltm.cli.detect import Evaluate, Predict, Train, actions_of
 
 
 def segment(action: Train | Evaluate | Predict) -> None:
@@ -27,4 +27,4 @@ def segment(action: Train | Evaluate | Predict) -> None:
 
 def prepare(options: Sequence[str]) -> Callable[..., None]:
     """The command with the defaults that its recipe and its file say."""
-    return actions_of(segment, "mask_rcnn", "mask_rcnn", options)
+    return actions_of(segment, "mask_rcnn", options)

@@ -67,7 +67,7 @@ def encode_mask(mask: Tensor) -> dict[str, Any]:
 def decode_mask(segmentation: Any, height: int, width: int) -> Mask:
     """Return the mask of polygons (x, y, x, y and so on), or of run lengths, plain or compressed.
 
-    Check run lengths from a stranger's file first, as `detection.annotations` does: pycocotools
+    Check run lengths from a stranger's file first, as `detection.coco` does: pycocotools
     fills up those that are too short.
     """
     tools = require("pycocotools.mask", extra="detection")

@@ -23,7 +23,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import initLevelMapper
 
 from ltm.detection.pyramid import Pyramid, Size, build_pyramid
-from ltm.detection.targets import clean_target, float_image
+from ltm.detection.transforms import clean_target, float_image
 from ltm.methods.base import MethodConfig
 
 FINEST = 8

@@ -13,6 +13,7 @@ from typing import Any, cast
 import timm
 import torch.nn.functional as F
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import LayerNorm2d
 from timm.models._features import FeatureGetterNet, FeatureListNet
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from ltm.adapters import select_adapter
 from ltm.adapters.grids import MergingGridModel
 from ltm.api import image_size_of, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
-from ltm.detection.necks import simple_neck
 from ltm.methods import MethodConfig
 from ltm.models import closest, read_weights
 
@@ -74,7 +74,7 @@ class Pyramid(nn.Module):
             self.channels = (width,) * len(self.strides)
             self.places = (len(reductions) - 1,)
             self.necks = nn.ModuleList(
-                simple_neck(channels[-1], width, base, stride) for stride in self.strides
+                _simple_neck(channels[-1], width, base, stride) for stride in self.strides
             )
         else:
             self.strides = _chosen(strides, tuple(reductions))
@@ -294,3 +294,24 @@ def _cut(feature: Tensor, stride: int, size: Size, padded: Size) -> Tensor:
         nominal = have == -(-whole // stride)
         cells.append(-(-side // stride) if nominal else -(-have * side // whole))
     return feature[..., : cells[0], : cells[1]]
+
+
+def _simple_neck(channels: int, width: int, base: int, stride: int) -> nn.Sequential:
+    """One level of ViTDet's simple pyramid: up or down to the stride, then two convolutions."""
+    layers: list[nn.Module] = []
+    steps = round(math.log2(base / stride))
+    for step in range(steps):
+        narrower = max(channels // 2, 32)
+        layers.append(nn.ConvTranspose2d(channels, narrower, kernel_size=2, stride=2))
+        channels = narrower
+        if step < steps - 1:
+            layers += [LayerNorm2d(channels), nn.GELU()]
+    if steps < 0:
+        layers.append(nn.MaxPool2d(kernel_size=2**-steps, ceil_mode=True))
+    return nn.Sequential(
+        *layers,
+        nn.Conv2d(channels, width, kernel_size=1, bias=False),
+        LayerNorm2d(width),
+        nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
+        LayerNorm2d(width),
+    )

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import timm
 from safetensors.torch import load_file
@@ -16,15 +16,21 @@ from ltm.api import conversion_of, freeze_, merge_tokens_, mergers, merging_netw
 from ltm.api.deployment import CONFIG, WEIGHTS, make_room_, write_weights
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
 from ltm.detection.pyramid import Pyramid
+from ltm.detection.settings import Task
 from ltm.detection.ssdlite import STRIDES, SSDLite, SSDLiteConfig
 from ltm.methods import config_from_dict
 
 DetectorConfig = SSDLiteConfig | MaskRCNNConfig
 Detector = SSDLite | MaskRCNN
-TASKS: dict[Literal["ssdlite", "mask_rcnn"], type[DetectorConfig]] = {
+_TASKS: dict[Task, type[DetectorConfig]] = {
     "ssdlite": SSDLiteConfig,
     "mask_rcnn": MaskRCNNConfig,
 }
+
+
+def task_of(config: DetectorConfig) -> Task:
+    """What a detector is for."""
+    return next(name for name, kind in _TASKS.items() if type(config) is kind)
 
 
 class LoadedDetector(NamedTuple):
@@ -47,10 +53,9 @@ def save_detector(
     """Write a detector that `config` has built, and what its labels mean."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    task = next(name for name, kind in TASKS.items() if type(config) is kind)
     pyramid = next(module for module in model.modules() if isinstance(module, Pyramid))
     description = {
-        "task": task,
+        "task": task_of(config),
         "detector": _plain(config),
         "token_merging": _merging(model),
         "host": pyramid.host,
@@ -70,7 +75,7 @@ def load_detector(folder: str | Path) -> LoadedDetector:
     known = _read(folder)
     settings = dict(known["detector"])
     settings["image_size"] = tuple(settings["image_size"])
-    config = TASKS[known["task"]](**settings)
+    config = _TASKS[known["task"]](**settings)
     merging = known["token_merging"]
     if merging is not None:
         config = dataclasses.replace(
@@ -155,6 +160,6 @@ def _read(folder: Path) -> dict[str, Any]:
         known = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder / CONFIG}: it is no JSON ({error}).") from error
-    if not isinstance(known, dict) or known.get("task") not in TASKS:
+    if not isinstance(known, dict) or known.get("task") not in _TASKS:
         raise ValueError(f"{folder / CONFIG}: it describes no detector.")
     return known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ltm.core.cost import evaluating
 from ltm.data.targets import encode_mask
+from ltm.extras import require
+from ltm.files import write_text
 
 Result = dict[str, Any]
 """One detection as COCO writes it: image_id, category_id, score, bbox, and maybe segmentation."""
@@ -42,10 +44,6 @@ class DetectionScores:
     num_detections: int
     box: CocoScores
     mask: CocoScores | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `metrics.json`."""
-        return asdict(self)
 
 
 def coco_scores(
@@ -133,7 +131,7 @@ def coco_results(
 def write_results(path: str | Path, results: Sequence[Result]) -> Path:
     """Write a result file in COCO's format."""
     path = Path(path)
-    path.write_text(json.dumps(list(results)) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(list(results)) + "\n")
     return path
 
 
@@ -143,13 +141,8 @@ def require_evaluator() -> None:
 
 
 def _evaluator() -> tuple[Any, Any]:
-    try:
-        from faster_coco_eval import COCO, COCOeval_faster  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        raise ValueError(
-            "scores need faster-coco-eval, which is not installed: pip install 'ltm[detection]'"
-        ) from error
-    return COCO, COCOeval_faster
+    evaluator = require("faster_coco_eval", extra="detection")
+    return evaluator.COCO, evaluator.COCOeval_faster
 
 
 def _check_results(annotations: Mapping[str, Any], results: Sequence[Result], kind: str) -> None:

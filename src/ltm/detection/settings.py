@@ -23,6 +23,8 @@ from ltm.training.settings import (
 )
 
 Task = Literal["ssdlite", "mask_rcnn"]
+COMMANDS: dict[Task, str] = {"ssdlite": "detect", "mask_rcnn": "segment"}
+"""The command of every task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,49 @@ class DetectionSettings:
             raise ValueError("strategy is fsdp, but detectors train with auto or ddp")
         if self.detector.task == "mask_rcnn" and not self.detector.restore:
             raise ValueError("restore is off, but Mask R-CNN needs maps at their nominal size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateDetectorSettings:
+    """Which images a detector is evaluated on, and how."""
+
+    split: str = "val"
+    """Split to evaluate on."""
+    annotations: str | None = None
+    """Annotation file, where it has no usual name."""
+    batch_size: int = 1
+    """Images per batch."""
+    workers: int = 2
+    """Loader processes; 0 loads in the process itself."""
+    device: str = "auto"
+    """Where the detector runs: auto, cpu, cuda, cuda:N or mps."""
+    pictures: int = 4
+    """How many images to draw what was found on."""
+    threshold: float = 0.3
+    """Least score of what is drawn."""
+
+    def __post_init__(self) -> None:
+        require_at_least("batch_size", self.batch_size, 1)
+        require_at_least("workers", self.workers, 0)
+        _check_threshold(self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictDetectorSettings:
+    """What is drawn of a detector's findings, and where it runs."""
+
+    threshold: float = 0.3
+    """Least score of what is drawn."""
+    device: str = "auto"
+    """Where the detector runs: auto, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        _check_threshold(self.threshold)
+
+
+def _check_threshold(threshold: float) -> None:
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold is {threshold:g}: scores are from 0 to 1")
 
 
 def find_detection_recipe(name: str, task: Task | None = None) -> DetectionSettings:

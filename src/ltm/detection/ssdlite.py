@@ -15,7 +15,7 @@ from torchvision.models.detection.ssdlite import SSDLiteHead
 from torchvision.ops import Conv2dNormActivation
 
 from ltm.detection.pyramid import Pyramid, Size, build_pyramid
-from ltm.detection.targets import clean_target, float_image
+from ltm.detection.transforms import clean_target, float_image
 from ltm.methods.base import MethodConfig
 
 STRIDES = (16, 32)

@@ -13,8 +13,8 @@ from torch import nn
 from ltm.api import merging_network, report
 from ltm.data.loading import Loader, build_loader
 from ltm.data.shapes import ShapesDetection
+from ltm.detection.coco import CocoDetection, DetectionBatch, collate_detection, open_detection
 from ltm.detection.cost import detector_cost
-from ltm.detection.data import CocoDetection, DetectionBatch, collate_detection, open_detection
 from ltm.detection.mask_rcnn import MaskRCNNConfig
 from ltm.detection.saving import DetectorConfig, save_detector
 from ltm.detection.score import (

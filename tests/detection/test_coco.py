@@ -11,7 +11,7 @@ from ltm.data.images import UnreadableImageWarning
 from ltm.data.loading import build_loader
 from ltm.data.sampling import random_numbers_of
 from ltm.data.shapes import ShapesDetection
-from ltm.detection.data import CocoDetection, collate_detection, open_detection
+from ltm.detection.coco import CocoDetection, collate_detection, open_detection
 from ltm.detection.transforms import detection_transforms
 
 # Of pycocotools under NumPy 2.
