@@ -206,6 +206,9 @@ def decode(data: bytes) -> Image.Image:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to RGB: 16-bit grey is scaled, not clipped, and transparency is dropped."""
+    if image.mode == "RGB":
+        image.load()  # most images are RGB already, and need no copy
+        return image
     if image.mode.startswith("I"):
         grey = np.asarray(image, dtype=np.float64)
         return Image.fromarray((grey / 257.0).clip(0, 255).round().astype(np.uint8)).convert("RGB")
