@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     )
     from ltm.methods import LTM as LTM, LTMP as LTMP, ToFu as ToFu, ToMe as ToMe
     from ltm.models import ModelSource as ModelSource
+    from ltm.report.settings import VisualizeSettings as VisualizeSettings
+    from ltm.report.visualization import (
+        VisualizeResult as VisualizeResult,
+        visualize as visualize,
+    )
     from ltm.training.run import (
         TrainResult as TrainResult,
         finetune as finetune,
@@ -84,6 +89,8 @@ _HOMES = {
     "ltm.evaluation.settings": ("BenchmarkSettings", "EvaluateSettings"),
     "ltm.methods": ("LTM", "LTMP", "ToFu", "ToMe"),
     "ltm.models": ("ModelSource",),
+    "ltm.report.settings": ("VisualizeSettings",),
+    "ltm.report.visualization": ("VisualizeResult", "visualize"),
     "ltm.training.run": ("TrainResult", "finetune", "train"),
     "ltm.training.settings": ("TrainSettings",),
 }

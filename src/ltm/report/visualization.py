@@ -1,0 +1,233 @@
+"""`ltm.visualize`: what is merged with what, and with which weights, over images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL.Image import Image
+from torch import nn
+
+from ltm.api import (
+    conversion_of,
+    image_size_of,
+    is_merging,
+    merge_tokens_,
+    report,
+    unmerge_tokens_,
+)
+from ltm.core.schedule import Grid
+from ltm.data.config import DataConfig
+from ltm.evaluation.images import expected_images
+from ltm.files import write_bytes, write_metrics
+from ltm.models import ModelSource, changed, method_config, open_model, source_of
+from ltm.processes import local_device
+from ltm.report.curves import display_name
+from ltm.report.pictures import (
+    NamedPicture,
+    Scenes,
+    default_targets,
+    figure_bytes,
+    film_bytes,
+    generated_pictures,
+    groups_figure,
+    layer_frames,
+    maps_at,
+    merging_blocks,
+    prepare,
+    read_pictures,
+    rescale,
+    weights_figure,
+)
+from ltm.report.settings import VisualizeSettings
+from ltm.report.tracing import Traces, last_attended_block, trace_models
+
+_PER_SHEET = 6
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class VisualizeResult:
+    """Pictures by file name, and the numbers in them."""
+
+    model: str
+    methods: tuple[str, ...]
+    pictures: dict[str, bytes]
+    tokens: tuple[dict[str, Any], ...]
+    """Tokens left, and the weights of the target's token: for each image, block and method."""
+
+    def save(self, folder: Path | str) -> list[Path]:
+        """Write the pictures and metrics.json into a folder; returns the pictures' paths."""
+        folder = Path(folder)
+        for name, content in self.pictures.items():
+            write_bytes(folder / name, content)
+        found = {"model": self.model, "methods": list(self.methods), "tokens": list(self.tokens)}
+        write_metrics(folder, found)
+        return [folder / name for name in self.pictures]
+
+    def __repr__(self) -> str:
+        return f"{self.model}, {' and '.join(self.methods)}: {', '.join(self.pictures)}"
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows: the first sheet."""
+        return next(iter(self.pictures.values()))
+
+
+def visualize(
+    model: nn.Module | str | Path | ModelSource,
+    images: Sequence[str | Path | Image] = (),
+    settings: VisualizeSettings = VisualizeSettings(),
+    **changes: Any,
+) -> VisualizeResult:
+    """Draw merge weights as heatmaps, and which patches became one token.
+
+    Args:
+        model: a network, a saved folder, a timm name, or a `ModelSource`. One that merges already
+            is drawn with its own method and schedule.
+        images: images, image files, and folders of them; generated pictures where there are none.
+        settings: what is drawn.
+        changes: fields of the settings to change, such as `sites="all"`.
+    """
+    settings = changed(settings, changes)
+    device = local_device(settings.device)
+    named = _pictures(images, settings.limit)
+    source = source_of(model)
+    network = open_model(model, merges=True)
+    models = {
+        name: found.to(device)
+        for name, found in _converted(network, settings, untouched=source is None).items()
+    }
+    last = list(models.values())[-1]
+    spec = expected_images(last, DataConfig())
+    targets = _targets(settings.targets, len(named))
+    pictures: dict[str, bytes] = {}
+    tokens: list[dict[str, Any]] = []
+    for first, sheet in _sheets(named):
+        names, drawn = zip(*sheet, strict=True)
+        scenes = prepare(drawn, names, spec)
+        traces = trace_models(models, scenes.inputs)
+        marks = targets[first : first + len(sheet)]
+        ending = f"-{first // _PER_SHEET + 1}" if len(named) > _PER_SHEET else ""
+        for block in _blocks(settings.sites, traces, last_attended_block(last)):
+            figures = {
+                "weights": weights_figure(scenes, traces, block, marks or None),
+                "groups": groups_figure(scenes, traces, block),
+            }
+            for kind, figure in figures.items():
+                name = f"{kind}-block-{block:02d}{ending}.png"
+                pictures[name] = figure_bytes(figure, dpi=140)
+            tokens += _tokens(scenes, traces, block, marks)
+        for index in range(len(scenes) if settings.gif else 0):
+            film = film_bytes(layer_frames(scenes, traces, index))
+            pictures[f"film-{first + index + 1:02d}.gif"] = film
+    return VisualizeResult(
+        model=type(network).__name__ if source is None else source.model or str(source.run),
+        methods=tuple(models),
+        pictures=pictures,
+        tokens=tuple(tokens),
+    )
+
+
+def _pictures(images: Sequence[str | Path | Image], limit: int) -> list[NamedPicture]:
+    if not images:
+        return generated_pictures(_PER_SHEET)
+    named: list[NamedPicture] = []
+    for image in images:
+        if isinstance(image, Image):
+            named.append((f"image {len(named) + 1}", image.convert("RGB")))
+        else:
+            named += read_pictures([Path(image)], limit - len(named))
+    return named[:limit]
+
+
+def _converted(
+    model: nn.Module, settings: VisualizeSettings, *, untouched: bool
+) -> dict[str, nn.Module]:
+    """The networks to draw, by the name to show; the other method first, as in the paper's figure.
+
+    `untouched` leaves the caller's own network as it is.
+    """
+    method, ratio = settings.method, settings.ratio
+    other = copy.deepcopy(model)
+    if is_merging(model):
+        if method is not None:
+            raise ValueError("method: a saved run merges already; leave --method out")
+        method = conversion_of(model).config.name
+        ratio = conversion_of(model).config.ratio or min(1.0, report(model).share)
+        unmerge_tokens_(other)
+    else:
+        method = method or "ltm"
+        model = copy.deepcopy(model) if untouched else model
+        merge_tokens_(model, method_config(method, ratio))
+    found: dict[str, nn.Module] = {}
+    if settings.against not in ("none", method):
+        merge_tokens_(other, method_config(settings.against, ratio), image_size_of(model))
+        found[display_name(settings.against)] = other
+    return {**found, display_name(method): model}
+
+
+def _sheets(named: Sequence[NamedPicture]) -> Iterator[tuple[int, Sequence[NamedPicture]]]:
+    """The pictures of each sheet, with the place of its first."""
+    for first in range(0, len(named), _PER_SHEET):
+        yield first, named[first : first + _PER_SHEET]
+
+
+def _targets(texts: Sequence[str], num_images: int) -> list[Grid]:
+    """A patch for each image; none where telling ones are to be found."""
+    chosen = [_target(text) for text in texts]
+    if len(chosen) > 1 and len(chosen) != num_images:
+        raise ValueError(
+            f"targets: there are {len(chosen)} for {num_images} images; give one or all"
+        )
+    return chosen if len(chosen) > 1 else chosen * num_images
+
+
+def _target(text: str) -> Grid:
+    row, comma, column = text.partition(",")
+    if not (comma and row.isdigit() and column.isdigit()):
+        raise ValueError(f"targets: {text!r} is no patch; write row,column, such as 7,7")
+    return int(row), int(column)
+
+
+def _blocks(sites: str, traces: Traces, attended: int | None) -> list[int]:
+    """The blocks to draw, of those in which something merges."""
+    own = merging_blocks(dict([list(traces.items())[-1]]))
+    if not own:
+        raise ValueError("nothing merges at this ratio: give a smaller one")
+    if sites == "last":
+        return [attended] if attended in own else own[-1:]
+    if sites == "all":
+        return own
+    asked = sites.split(",")
+    known = merging_blocks(traces)
+    if not all(text.isdigit() and int(text) in known for text in asked):
+        listed = ", ".join(map(str, known))
+        raise ValueError(f"sites is {sites}: give last, all, or blocks that merge: {listed}")
+    return [int(text) for text in asked]
+
+
+def _tokens(
+    scenes: Scenes, traces: Traces, block: int, marks: Sequence[Grid]
+) -> list[dict[str, Any]]:
+    """The numbers in the pictures: tokens left, and the weights of the target's token."""
+    maps = maps_at(traces, block, len(scenes))
+    reference = list(maps.values())[-1]
+    rows = []
+    for index, target in enumerate(marks or default_targets(scenes, reference)):
+        for name, site in maps.items():
+            weights = site.of_target(index, rescale(target, reference.grid, site.grid))
+            rows.append(
+                {
+                    "image": scenes.names[index].replace("\n", " "),
+                    "block": block,
+                    "method": name,
+                    "num_patches": site.grid[0] * site.grid[1],
+                    "num_tokens": site.num_tokens(index),
+                    "target": list(target),
+                    "target_patches": int((weights > 0).sum()),
+                    "target_weights": sorted(weights[weights > 0].tolist(), reverse=True),
+                }
+            )
+    return rows
