@@ -27,7 +27,7 @@ from ltm.training.settings import (
     TrainingData,
     TrainSettings,
 )
-from ltm.web.embedded import CLASSES, EMBEDDED, SIDE, embedded_network, weights_path
+from ltm.web.networks import CLASSES, EMBEDDED, SIDE, embedded_network, weights_path
 from reproduction.benchmarks.recording import parser, write_json
 
 VAL_IMAGES = 1000

@@ -24,8 +24,7 @@ from typing import Any
 from gradio_client import Client, handle_file
 
 from ltm.data.shapes import example_pictures
-from ltm.web.embedded import EMBEDDED, display_name
-from ltm.web.networks import KEPT
+from ltm.web.networks import EMBEDDED, KEPT
 from reproduction.benchmarks.recording import parser, write_page
 
 SETTINGS = list(product(map(display_name, EMBEDDED), ("LTM", "ToMe"), (0.6, 0.7, 0.8, 0.9), (1, 3)))

@@ -32,7 +32,6 @@ from ltm.deployment.formats import (
 from ltm.deployment.information import (
     ModelInformation,
     describe,
-    read_class_names,
     saved_class_names,
 )
 from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
@@ -55,6 +54,7 @@ from ltm.models import (
     changed,
     check_classes,
     method_config,
+    num_classes_of,
     open_model,
     source_of,
 )
@@ -211,13 +211,10 @@ def model_information(
     network: nn.Module, settings: ExportSettings, run: Path | None = None
 ) -> ModelInformation:
     """What travels with the files: preprocessing, and class names where they are known."""
-    names = None
-    if settings.class_names is not None:
-        names = read_class_names(settings.class_names)
-    elif run is not None:
-        names = saved_class_names(run)
     config = DataConfig(source=settings.data, crop_ratio=settings.crop_ratio)
-    return describe(network, class_names=names, spec=expected_images(network, config))
+    names = None if run is None else saved_class_names(run)
+    known = describe(network, class_names=names, spec=expected_images(network, config))
+    return known.adjusted(num_classes_of(network), settings.class_names, settings.crop_ratio)
 
 
 def _batches(

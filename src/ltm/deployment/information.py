@@ -47,6 +47,18 @@ class ModelInformation:
             if value is not None
         }
 
+    def adjusted(
+        self, num_classes: int, class_names: Path | None, crop_ratio: float | None
+    ) -> ModelInformation:
+        """With the class names of a file, and another crop, where they are given."""
+        names, spec = self.class_names, self.spec
+        if class_names is not None:
+            names = read_class_names(class_names)
+            check_class_names(names, num_classes)
+        if crop_ratio is not None:
+            spec = dataclasses.replace(spec, crop_ratio=crop_ratio)
+        return dataclasses.replace(self, class_names=names, spec=spec)
+
     @staticmethod
     def from_strings(entries: Mapping[str, str]) -> ModelInformation:
         """Read what `to_strings` wrote; a ValueError where it did not."""

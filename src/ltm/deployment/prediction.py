@@ -7,7 +7,6 @@ ONNX file, a saved detector. A saved folder says by its config.json which of the
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import os
 import sys
@@ -30,9 +29,7 @@ from ltm.data.transforms import evaluation_transform
 from ltm.deployment.formats import OnnxModel
 from ltm.deployment.information import (
     ModelInformation,
-    check_class_names,
     describe,
-    read_class_names,
     saved_class_names,
 )
 from ltm.deployment.settings import LineFormat, PredictSettings
@@ -148,7 +145,7 @@ def open_predictor(
     if not getattr(network, "num_classes", 0):
         raise ValueError("model: it has no classes to predict; take one with a head")
     known = describe(network, class_names=None if run is None else saved_class_names(run))
-    return Classifier(network, _adjusted(known, network.num_classes, settings), settings.top)
+    return _classifier(network, known, settings)
 
 
 def _onnx_classifier(path: Path, settings: PredictSettings) -> Classifier:
@@ -158,7 +155,11 @@ def _onnx_classifier(path: Path, settings: PredictSettings) -> Classifier:
             "anything; export to ONNX instead"
         )
     scores = OnnxModel(path)
-    known = _adjusted(scores.information, scores.num_classes, settings)
+    return _classifier(scores, scores.information, settings)
+
+
+def _classifier(scores: Any, known: ModelInformation, settings: PredictSettings) -> Classifier:
+    known = known.adjusted(scores.num_classes, settings.class_names, settings.crop_ratio)
     return Classifier(scores, known, settings.top)
 
 
@@ -174,18 +175,6 @@ def detector_folder(run: Path) -> Path | None:
 
 def _known_to_a_detector(settings: PredictSettings) -> dict[str, Any]:
     return {"class_names": settings.class_names, "crop_ratio": settings.crop_ratio}
-
-
-def _adjusted(
-    known: ModelInformation, num_classes: int, settings: PredictSettings
-) -> ModelInformation:
-    if settings.class_names is not None:
-        known = dataclasses.replace(known, class_names=read_class_names(settings.class_names))
-        check_class_names(known.class_names, num_classes)
-    if settings.crop_ratio is not None:
-        spec = dataclasses.replace(known.spec, crop_ratio=settings.crop_ratio)
-        known = dataclasses.replace(known, spec=spec)
-    return known
 
 
 # --- Models --------------------------------------------------------------------------------------

@@ -1,5 +1,11 @@
 """The web page: upload a picture, merge its tokens, see what becomes of them.
 
-Import from the modules: `networks` (what can be looked at), `inspection` (what is known about one
-picture), `rendering` (pictures and tables of it), `page` (the controls), `server`.
+| module | holds |
+|---|---|
+| `server` | serves the page |
+| `page` | its controls, and what they call |
+| `networks` | the networks that can be looked at, and their merging copies |
+| `inspection` | all that is known about one picture |
+| `rendering` | pictures and tables of it |
+| `uploads` | pictures from visitors, checked |
 """

@@ -1,4 +1,9 @@
-"""Networks to look at, and their merging copies: made when asked for, a few of them kept."""
+"""The networks of the page: those that come with the package, one's own, and their merging copies.
+
+The embedded ones are small, trained on generated shapes, and kept in half precision;
+`reproduction/benchmarks/embedded_networks.py` trains them anew. Merging copies are made when they
+are asked for, and a few of them are kept.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import timm
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ltm.api import (
@@ -18,8 +27,12 @@ from ltm.api import (
     merge_tokens_,
     unmerge_tokens_,
 )
-from ltm.data.transforms import ImageSpec
+from ltm.data.config import DataConfig
+from ltm.data.shapes import ShapesClassification
+from ltm.data.transforms import ImageSpec, evaluation_transform, image_spec
+from ltm.deployment.information import describe, saved_class_names
 from ltm.methods import MethodConfig, methods
+from ltm.models import ModelSource, num_classes_of
 
 SAVED = "as saved"
 _FITTED = 32
@@ -52,6 +65,20 @@ class Network:
         return (*((SAVED,) if self.saved is not None else ()), *known)
 
 
+def own_network(
+    model: nn.Module,
+    source: ModelSource,
+    *,
+    class_names: Path | None = None,
+    crop_ratio: float | None = None,
+) -> Network:
+    """A network that somebody brought, with what is known about its images and classes."""
+    names = None if source.run is None else saved_class_names(source.run)
+    known = describe(model, class_names=None if class_names is not None else names)
+    known = known.adjusted(num_classes_of(model), class_names, crop_ratio)
+    return as_network(source.model or str(source.run), model, known.spec, known.class_names)
+
+
 def as_network(
     name: str,
     model: nn.Module,
@@ -60,10 +87,7 @@ def as_network(
     sample: Tensor | None = None,
 ) -> Network:
     """A network of one's own, converted or not."""
-    number = int(getattr(model, "num_classes", 0) or 0)
-    if number == 0:
-        raise ValueError("model: it has no classes to predict; take one with a head")
-    names = class_names or tuple(f"class {index}" for index in range(number))
+    names = class_names or tuple(f"class {index}" for index in range(num_classes_of(model)))
     saved = model.eval() if is_merging(model) else None
     original = model.eval()
     if saved is not None:
@@ -81,10 +105,10 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 @dataclass(eq=False)
-class Gallery:
-    """The networks of a page, by name. Safe to ask from several threads."""
+class Networks:
+    """The networks of a page by name, and their merging copies; threads may share it."""
 
-    networks: Mapping[str, Network]
+    by_name: Mapping[str, Network]
     kept: int = KEPT
     _made: OrderedDict[tuple[str, str, float], nn.Module] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -106,9 +130,9 @@ class Gallery:
             return self._made[key]
 
     def __getitem__(self, name: str) -> Network:
-        if name not in self.networks:
-            raise ValueError(f"model: got {name}; known are {', '.join(self.networks)}.")
-        return self.networks[name]
+        if name not in self.by_name:
+            raise ValueError(f"model: got {name}; known are {', '.join(self.by_name)}.")
+        return self.by_name[name]
 
     @property
     def num_kept(self) -> int:
@@ -128,3 +152,88 @@ def _merging_copy(network: Network, config: MethodConfig) -> nn.Module:
 
 def _titled(title: str) -> type[MethodConfig]:
     return next(config for config in methods().values() if config.title == title)
+
+
+# --- Networks that come with the package ---------------------------------------------------------
+
+SIDE, CLASSES = 96, 20
+SAMPLE = 64
+"""Images for class statistics and thresholds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """timm's name of a network, and the arguments that make it small."""
+
+    model: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The arguments as settings of a training write them."""
+        return tuple(f"{name}={value}".replace(" ", "") for name, value in self.arguments.items())
+
+
+EMBEDDED = {
+    "ViT": Architecture(
+        model="vit_tiny_patch16_224",
+        arguments={
+            "img_size": SIDE,
+            "patch_size": 8,
+            "embed_dim": 64,
+            "depth": 6,
+            "num_heads": 2,
+        },
+    ),
+    "Swin": Architecture(
+        model="swin_tiny_patch4_window7_224",
+        arguments={
+            "img_size": SIDE,
+            "patch_size": 4,
+            "window_size": 6,
+            "embed_dim": 32,
+            "depths": (2, 2),
+            "num_heads": (2, 4),
+        },
+    ),
+}
+"""By short names."""
+
+
+def embedded_title(name: str) -> str:
+    """What the page calls a network, lest it be taken for one that knows photographs."""
+    return f"{name} (generated shapes)"
+
+
+def weights_path(name: str) -> Path:
+    """Where the package keeps a network's weights."""
+    return Path(__file__).with_name("weights") / f"{name.lower()}.safetensors"
+
+
+def embedded_network(name: str) -> Network:
+    """A network of the package, by its short name."""
+    if name not in EMBEDDED:
+        raise ValueError(f"embedded is {name}: known are {', '.join(EMBEDDED)}")
+    found = EMBEDDED[name]
+    model = timm.create_model(found.model, num_classes=CLASSES, **found.arguments)
+    weights = load_file(weights_path(name))
+    model.load_state_dict({key: value.float() for key, value in weights.items()}, strict=True)
+    images = ShapesClassification("train", SAMPLE, SIDE, CLASSES)
+    spec = shapes_spec(model)
+    return Network(
+        name=embedded_title(name),
+        model=model.eval().requires_grad_(False),
+        spec=spec,
+        class_names=tuple(images.class_names),
+        sample=_inputs(images, spec),
+    )
+
+
+def shapes_spec(model: nn.Module) -> ImageSpec:
+    """Images of generated shapes as a network expects them."""
+    return image_spec(DataConfig(source="shapes"), model)
+
+
+def _inputs(images: ShapesClassification, spec: ImageSpec) -> Tensor:
+    dataset = images.with_transform(evaluation_transform(spec, normalize=True))
+    return torch.stack([dataset[index][0] for index in range(len(dataset))])

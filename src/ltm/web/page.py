@@ -11,7 +11,7 @@ from PIL import Image
 
 from ltm.data.shapes import Picture
 from ltm.web.inspection import Inspection, inspect, layout_of
-from ltm.web.networks import Gallery
+from ltm.web.networks import Networks
 from ltm.web.rendering import draw_groups, draw_token, layer_table, share_of, summary
 from ltm.web.uploads import RefusedUploadError, read_picture
 
@@ -31,10 +31,10 @@ Point = tuple[float, float]
 
 
 @dataclass(eq=False)
-class Desk:
-    """Answers the page's questions; keeps no picture and nothing about who asks."""
+class Handlers:
+    """What the page's controls call; no picture and nothing about visitors is kept."""
 
-    gallery: Gallery
+    networks: Networks
     pictures: Sequence[Picture]
     num_requests: int = 0
     num_refused: int = 0
@@ -54,14 +54,14 @@ class Desk:
 
     def choose_network(self, name: str) -> tuple[Any, Any]:
         """What can be chosen for another network."""
-        methods, last = self.gallery[name].methods, self.last_block(name)
+        methods, last = self.networks[name].methods, self.last_block(name)
         return gr.update(choices=list(methods), value=methods[0]), gr.update(
             maximum=last, value=last
         )
 
     def last_block(self, name: str) -> int:
         """The number of a network's last block."""
-        return len(layout_of(self.gallery[name]).blocks) - 1
+        return len(layout_of(self.networks[name]).blocks) - 1
 
     def look(  # noqa: PLR0917 - gradio passes what the page holds, in order
         self, path: str, name: str, method: str, ratio: float, block: int, point: Point | None
@@ -92,8 +92,8 @@ class Desk:
         """Look at a picture; what cannot be done is an error with a sentence for the page."""
         self.num_requests += 1
         try:
-            merging = self.gallery.merging(name, method, ratio)
-            return inspect(self.gallery[name], merging, read_picture(path), rounds=rounds)
+            merging = self.networks.merging(name, method, ratio)
+            return inspect(self.networks[name], merging, read_picture(path), rounds=rounds)
         except ValueError as error:
             self.num_refused += 1
             raise gr.Error(str(error), print_exception=False) from error
@@ -126,27 +126,27 @@ class _Views:
     table: gr.HTML
 
 
-def build_page(desk: Desk) -> gr.Blocks:
+def build_page(handlers: Handlers) -> gr.Blocks:
     """Lay out the page; nothing in it is fetched from elsewhere."""
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(600, 600)) as page:
         gr.Markdown(INTRODUCTION)
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
-                controls = _controls(desk)
+                controls = _controls(handlers)
             with gr.Column(scale=3):
                 views = _views()
-        _connect(page, desk, controls, views)
+        _connect(page, handlers, controls, views)
     page.queue(max_size=_QUEUE, default_concurrency_limit=1)
     return page
 
 
-def _controls(desk: Desk) -> _Controls:
-    names = list(desk.gallery.networks)
-    methods, last = list(desk.gallery[names[0]].methods), desk.last_block(names[0])
+def _controls(handlers: Handlers) -> _Controls:
+    names = list(handlers.networks.by_name)
+    methods, last = list(handlers.networks[names[0]].methods), handlers.last_block(names[0])
     plain: dict[str, Any] = {"interactive": False, "buttons": [], "show_label": False}
     return _Controls(
         picture=gr.Image(
-            desk.pictures[0].image,
+            handlers.pictures[0].image,
             label="Picture",
             type="filepath",
             image_mode=None,
@@ -159,7 +159,7 @@ def _controls(desk: Desk) -> _Controls:
         ),
         message=gr.Markdown(elem_id="message"),
         examples=gr.Gallery(
-            [picture.image for picture in desk.pictures],
+            [picture.image for picture in handlers.pictures],
             label="Examples",
             columns=3,
             height="auto",
@@ -214,17 +214,17 @@ def _shown(title: str, name: str) -> gr.Image:
         )
 
 
-def _connect(page: gr.Blocks, desk: Desk, controls: _Controls, views: _Views) -> None:
+def _connect(page: gr.Blocks, handlers: Handlers, controls: _Controls, views: _Views) -> None:
     point = gr.State(None)
     c, v = controls, views
     chosen = [c.picture, c.model, c.method, c.ratio, c.block]
     everything = [v.before, v.after, v.groups, v.heatmap, v.caption, v.figures, v.table]
     # One at a time: a picture's time must not depend on other visitors.
     one: dict[str, Any] = {"concurrency_id": "look", "concurrency_limit": 1}
-    c.upload.upload(desk.take_upload, c.upload, [c.picture, c.message], api_name="upload")
-    c.examples.select(desk.take_example, None, [c.picture, c.message], api_visibility="private")
+    c.upload.upload(handlers.take_upload, c.upload, [c.picture, c.message], api_name="upload")
+    c.examples.select(handlers.take_example, None, [c.picture, c.message], api_visibility="private")
     look: dict[str, Any] = {
-        "fn": desk.look,
+        "fn": handlers.look,
         "inputs": [*chosen, point],
         "outputs": everything,
         "show_progress": "minimal",
@@ -236,11 +236,11 @@ def _connect(page: gr.Blocks, desk: Desk, controls: _Controls, views: _Views) ->
         api_name="look",
         trigger_mode="always_last",
     )
-    c.model.input(desk.choose_network, c.model, [c.method, c.block], api_visibility="private").then(
-        **look, api_visibility="private"
-    )
+    c.model.input(
+        handlers.choose_network, c.model, [c.method, c.block], api_visibility="private"
+    ).then(**look, api_visibility="private")
     v.groups.select(
-        desk.click,
+        handlers.click,
         chosen,
         [v.heatmap, v.caption, point],
         show_progress="hidden",

@@ -1,11 +1,17 @@
-"""Serve the page: on this machine alone, without a network, in a folder of its own."""
+"""Serve the page: on this machine alone, offline, with one temporary folder.
+
+`serve` is what `ltm serve` calls; `serving` is for code that goes on beside the page.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ltm.extras import require
-from ltm.web.networks import Gallery
+from ltm.models import ModelSource, Say, silent
+from ltm.web.networks import Network, Networks, embedded_network, own_network
+from ltm.web.settings import ServeSettings
 from ltm.web.uploads import MAX_BYTES
 
 LOCAL = "127.0.0.1"
@@ -30,7 +38,7 @@ class Server:
     address: str
     folder: Path
     """The only folder that is written to; it goes with the server."""
-    desk: Any
+    handlers: Any
     page: Any
 
     def wait(self) -> None:
@@ -38,9 +46,50 @@ class Server:
         self.page.block_thread()
 
 
+def serve(source: ModelSource, settings: ServeSettings, *, say: Say = silent) -> dict[str, float]:
+    """Serve the page until Ctrl-C or SIGTERM; returns how many requests there were.
+
+    Args:
+        source: a network of one's own, which comes first in the list; it may name none.
+        settings: what the page offers, and where it listens.
+        say: is told the page's address.
+    """
+    _check_free(settings.host, settings.port)
+    began = time.monotonic()
+    networks = {network.name: network for network in _networks(source, settings)}
+    with serving(Networks(networks), host=settings.host, port=settings.port) as server:
+        say(f"Serving on {server.address} (Ctrl-C ends it)")
+        # Services are ended by SIGTERM; the temporary folder must go then too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        server.wait()
+        handlers = server.handlers
+        counts = {"requests": handlers.num_requests, "refused": handlers.num_refused}
+    return {**counts, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _networks(source: ModelSource, settings: ServeSettings) -> list[Network]:
+    if source.run is None and source.model is None:
+        if not settings.embedded:
+            raise ValueError("embedded: there is no network to show; name one, or give --run")
+        return [embedded_network(name) for name in settings.embedded]
+    own = own_network(
+        source.load(), source, class_names=settings.class_names, crop_ratio=settings.crop_ratio
+    )
+    return [own, *(embedded_network(name) for name in settings.embedded)]
+
+
+def _check_free(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on, before anything is loaded."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"port {port} on {host} cannot be used: {reason}") from error
+
+
 @contextmanager
 def serving(
-    gallery: Gallery, *, host: str = LOCAL, port: int | None = None, examples: int = 6
+    networks: Networks, *, host: str = LOCAL, port: int | None = None, examples: int = 6
 ) -> Iterator[Server]:
     """Serve the page inside the `with`."""
     _share_memory()
@@ -51,11 +100,11 @@ def serving(
         os.environ["GRADIO_CHECK_UPDATES"] = "False"
         gr = require("gradio", extra="web")
         from ltm.data.shapes import example_pictures  # noqa: PLC0415
-        from ltm.web.page import Desk, build_page  # noqa: PLC0415
+        from ltm.web.page import Handlers, build_page  # noqa: PLC0415
         from ltm.web.rendering import CSS  # noqa: PLC0415
 
-        desk = Desk(gallery, example_pictures(examples))
-        page = build_page(desk)
+        handlers = Handlers(networks, example_pictures(examples))
+        page = build_page(handlers)
         _, address, _ = page.launch(
             server_name=host,
             server_port=port,
@@ -78,7 +127,7 @@ def serving(
             css=CSS,
         )
         try:
-            yield Server(address=address, folder=Path(temporary), desk=desk, page=page)
+            yield Server(address=address, folder=Path(temporary), handlers=handlers, page=page)
         finally:
             page.close(verbose=False)
 
