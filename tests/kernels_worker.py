@@ -19,7 +19,7 @@ from ltm.kernels import Rule, dispatch, enable, triton as kernels, weigh
 from ltm.kernels.attention import size_bias
 from ltm.kernels.matching import by_attention, match_least_harm
 from ltm.methods.base import Site
-from ltm.methods.ltm.axis import Axis
+from ltm.methods.ltm.learned import Axis
 from ltm.methods.ltm.step import InformativeStep
 from toys import pictures, size_of, toy
 
@@ -53,14 +53,19 @@ SITE = {"block": 1, "depth": 4, "width": 24, "num_classes": 0, "grid": (5, 9)}
 SITE |= {"num_in": 45, "num_out": 20}
 MODELS = {
     "default": ltm.LTM(ratio=0.7),
-    "static": ltm.LTM(ratio=0.7, support="learned"),
-    "frozen": ltm.LTM(ratio=0.7, support="learned", weights="uniform"),
-    "informative": ltm.LTM(ratio=0.7, gain=1.0),
+    "static": ltm.LTM(ratio=0.7, support=ltm.Learned()),
+    "frozen": ltm.LTM(ratio=0.7, support=ltm.Learned(), weights="uniform"),
+    "informative": ltm.LTM(ratio=0.7, weights=ltm.Informative(gain=1.0)),
     "operators": ltm.LTM(
-        sites=(1, 3, 4), counts=(25, 16, 8), operators=("merge", "prune_redundant", "norm"),
-        protections=(0.0, 1.0, 2.0),
+        sites=(1, 3, 4),
+        counts=(25, 16, 8),
+        support=ltm.Matched(
+            operators=("merge", "prune_redundant", "norm"), protections=(0.0, 1.0, 2.0)
+        ),
     ),
-    "unimportant": ltm.LTM(sites=(2,), counts=(12,), operators=("prune_unimportant",)),
+    "unimportant": ltm.LTM(
+        sites=(2,), counts=(12,), support=ltm.Matched(operators=("prune_unimportant",))
+    ),
 }  # fmt: skip
 
 
@@ -178,7 +183,7 @@ def informed(num_classes, width, **settings):
     """An informative step with statistics."""
     torch.manual_seed(0)
     site = replace(Site(**SITE, num_prefix=0), num_classes=num_classes, width=width)
-    step = InformativeStep(site, width, ltm.LTM(gain=1.0, **settings)).to(DEVICE)
+    step = InformativeStep(site, width, ltm.Informative(gain=1.0, **settings)).to(DEVICE)
     features = torch.randn(4 * num_classes, width, device=DEVICE) + 1
     labels = torch.arange(4 * num_classes, device=DEVICE) % num_classes
     for _ in range(2):  # memberships need centroids
@@ -248,9 +253,9 @@ def whole(config, dtype, family="vit"):
     """A network with kernels against the same one without, in float32."""
     model, images = toy(family).to(DEVICE), pictures(family, batch=3).to(DEVICE)
     ltm.merge_tokens_(model, config, size_of(family))
-    if config.gain == 1.0 and config.weights == "informative":
+    if config.weights == ltm.Informative(gain=1.0):
         ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
-    if config.weights == "uniform" or family != "vit":
+    if config.weights is None or family != "vit":
         ltm.freeze_(model)
     with FlopCounterMode(display=False) as plain_count:
         expected = model(images)
@@ -358,7 +363,7 @@ def main():
         ],
         "families": {
             f"{family} {weights}": whole(
-                ltm.LTM(ratio=0.8, gain=1.0, weights=weights), torch.float32, family
+                ltm.LTM(ratio=0.8, weights=ltm.Informative(gain=1.0)), torch.float32, family
             )
             for family in ("swin", "mobilevit", "efficientvit")
             for weights in ("informative", "uniform")

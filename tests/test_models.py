@@ -218,11 +218,11 @@ def test_methods_are_split_with_their_settings() -> None:
 
 def test_methods_become_configs() -> None:
     assert method_config("tome", 0.6) == ltm.ToMe(ratio=0.6)
-    static = ltm.LTM(ratio=0.7, support="learned", weights="uniform")
+    static = ltm.LTM(ratio=0.7, support=ltm.Learned(), weights="uniform")
     assert method_config("ltm-static", 0.7) == static
     assert method_config("ltm-static:ratio=0.5", 0.7) == replace(static, ratio=0.5)
     config = method_config("ltm:per_block=0.9,sites=3+5,keep_norm=False,mask_form=letter", 0.7)
-    assert config == ltm.LTM(per_block=0.9, sites=(3, 5), keep_norm=False, mask_form="letter")
+    assert config == ltm.LTM(per_block=0.9, sites=(3, 5), support=ltm.Learned(mask_form="letter"))
     assert method_config("ltm:sites=4", 0.7) == ltm.LTM(ratio=0.7, sites=(4,))
     assert method_config("ltm:counts=9,sites=4") == ltm.LTM(counts=(9,), sites=(4,))
     assert method_config("tome:counts=9+8") == ltm.ToMe(counts=(9, 8))

@@ -18,7 +18,7 @@ from toys import pictures, size_of, toy
 
 CASES = {
     "vit-ltm": ("vit", ltm.LTM(per_block=0.9)),
-    "vit-ltm-learned": ("vit", ltm.LTM(per_block=0.9, support="learned")),
+    "vit-ltm-learned": ("vit", ltm.LTM(per_block=0.9, support=ltm.Learned())),
     "vit-tome": ("vit", ltm.ToMe(per_block=0.9)),
     "vit-tofu": ("vit", ltm.ToFu(per_block=0.9)),
     "vit-ltmp": ("vit", ltm.LTMP(per_block=0.9)),

@@ -36,7 +36,7 @@ from ltm.detection.mask_rcnn import MaskRCNNConfig
 from ltm.detection.saving import DetectorConfig
 from ltm.detection.score import write_results
 from ltm.detection.ssdlite import SSDLiteConfig
-from ltm.methods import LTM
+from ltm.methods import LTM, Learned, Matched
 from ltm.methods.ltm.learned import LearnedMerger
 from reproduction.benchmarks.detection_data import Pictures, paint_shapes, read_coco
 from reproduction.benchmarks.detection_fit import Fit, Recipe, find, fit, score, steps_within
@@ -105,12 +105,12 @@ class Study:
     def shapes_ssdlite(self) -> None:
         side = self.options.side or 320
         train, val = self._shapes()
-        merging = LTM(ratio=self.options.ratio, support="learned")
+        merging = LTM(ratio=self.options.ratio, support=Learned())
         configs: dict[str, DetectorConfig] = {
             "original": self._ssdlite(train, side, None),
             "ltm": self._ssdlite(train, side, merging),
             "ltm_as_is": self._ssdlite(train, side, merging, restore=False),
-            "ltm_matching": self._ssdlite(train, side, replace(merging, support="matching")),
+            "ltm_matching": self._ssdlite(train, side, replace(merging, support=Matched())),
         }
         recipe = Recipe(self.options.lr or 2e-3, self.options.batch or 64, flips=True)
         self._compare(configs, train, val, recipe, masks=False, seconds=80)
@@ -118,8 +118,8 @@ class Study:
     def shapes_mask_rcnn(self) -> None:
         side = self.options.side or 256
         train, val = self._shapes()
-        merging = LTM(ratio=self.options.ratio, support="learned")
-        matching = replace(merging, support="matching")
+        merging = LTM(ratio=self.options.ratio, support=Learned())
+        matching = replace(merging, support=Matched())
         configs: dict[str, DetectorConfig] = {
             "original": self._mask_rcnn(train, side, None, side),
             "ltm": self._mask_rcnn(train, side, merging, side),

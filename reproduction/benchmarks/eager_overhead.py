@@ -91,7 +91,7 @@ def main() -> None:
     planned: dict[str, Any] = {"sites": SITES, "counts": COUNTS}
     models = {
         "original": network(None),
-        "static": network(ltm.LTM(**planned, support="learned", weights="uniform")),
+        "static": network(ltm.LTM(**planned, support=ltm.Learned(), weights="uniform")),
         "matching": network(ltm.LTM(**planned, weights="uniform")),
         "weighted": network(ltm.LTM(**planned), DataLoader(images, batch_size=20)),
     }

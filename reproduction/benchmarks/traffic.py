@@ -55,7 +55,7 @@ def row(name: str, size: int) -> list[str]:
     """A network's row."""
     model = timm.create_model(name).eval()
     before = written(model, size)
-    config = ltm.LTM(ratio=0.7, support="learned", weights="uniform")
+    config = ltm.LTM(ratio=0.7, support=ltm.Learned(), weights="uniform")
     share = ltm.merge_tokens_(model, config, size).share
     after = written(model, size)
     total, left = (sum(count for _, count in layers) for layers in (before, after))

@@ -44,7 +44,16 @@ if TYPE_CHECKING:
         BenchmarkSettings as BenchmarkSettings,
         EvaluateSettings as EvaluateSettings,
     )
-    from ltm.methods import LTM as LTM, LTMP as LTMP, ToFu as ToFu, ToMe as ToMe
+    from ltm.methods import (
+        LTM as LTM,
+        LTMP as LTMP,
+        ByFamily as ByFamily,
+        Informative as Informative,
+        Learned as Learned,
+        Matched as Matched,
+        ToFu as ToFu,
+        ToMe as ToMe,
+    )
     from ltm.models import ModelSource as ModelSource
     from ltm.report.settings import VisualizeSettings as VisualizeSettings
     from ltm.report.visualization import (
@@ -87,7 +96,16 @@ _HOMES = {
     "ltm.evaluation.benchmark": ("BenchmarkResult", "benchmark"),
     "ltm.evaluation.evaluate": ("EvaluateResult", "evaluate"),
     "ltm.evaluation.settings": ("BenchmarkSettings", "EvaluateSettings"),
-    "ltm.methods": ("LTM", "LTMP", "ToFu", "ToMe"),
+    "ltm.methods": (
+        "ByFamily",
+        "Informative",
+        "LTM",
+        "LTMP",
+        "Learned",
+        "Matched",
+        "ToFu",
+        "ToMe",
+    ),
     "ltm.models": ("ModelSource",),
     "ltm.report.settings": ("VisualizeSettings",),
     "ltm.report.visualization": ("VisualizeResult", "visualize"),

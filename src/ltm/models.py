@@ -560,7 +560,7 @@ def create_model(
     """Make a timm model, which remembers its arguments for `ltm.save`."""
     import timm
 
-    from ltm.api.deployment import remember_arguments
+    from ltm.api.saving import remember_arguments
 
     check_name(name)
     try:
@@ -852,7 +852,7 @@ def check_classes(model: nn.Module, class_names: Sequence[str], source: str) -> 
 
     Fewer classes than the model's are fine where folders are named by class index (0000, 0001).
     """
-    from ltm.api.deployment import telling_names
+    from ltm.api.saving import telling_names
 
     number = num_classes_of(model)
     found = len(class_names)

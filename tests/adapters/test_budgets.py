@@ -79,7 +79,7 @@ def test_peers_meet_theirs(key, method):
 )
 def test_per_block_is_the_letter(key):
     model, size = on_meta(key)
-    ltm.merge_tokens_(model, ltm.LTM(per_block=0.7, support="learned"), size)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.7, support=ltm.Learned()), size)
     sites = model.token_merging.sites
     assert len(sites) == sites[0].depth
     for site in sites:
@@ -105,7 +105,7 @@ def test_matching_on_grids_keeps_more_tokens_where_more_may_be_spent(name, argum
     for ratio in (0.95, 0.9, 0.85):
         with torch.device("meta"):
             model = timm.create_model(name, **arguments)
-        report = ltm.merge_tokens_(model, ltm.LTM(ratio=ratio, support="matching"))
+        report = ltm.merge_tokens_(model, ltm.LTM(ratio=ratio, support=ltm.Matched()))
         kept.append(min(site.num_out / site.num_in for site in report.sites))
     assert kept == sorted(kept, reverse=True), kept
     assert min(kept) > 0.35

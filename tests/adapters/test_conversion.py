@@ -20,7 +20,7 @@ CASES = [(method, name) for method in sorted(methods()) for name in TOYS]
 
 
 def config(method, **settings):
-    return methods()[method](**settings)
+    return methods()[method].from_settings(settings)
 
 
 def reachable(method, name):
@@ -256,8 +256,8 @@ def test_the_mask_of_a_batch_is_a_running_mean_in_evaluation(space):
 def test_the_letter_gives_a_weight_to_tokens_outside_the_support(space):
     images = pictures("vit")
     for form, share in (("masked", 0.0), ("letter", 0.5)):
-        model, settings = toy("vit"), {"support": "learned", "sites": (2,), "space": space}
-        ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, mask_form=form, **settings))
+        model, support = toy("vit"), ltm.Learned(space=space, mask_form=form)
+        ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, support=support, sites=(2,)))
         collect_statistics_(model, [images])
         (weights,) = ltm.merge_maps(model, images).values()
         support = next(m for _, m in mergers(model)).sequence(*weights.shape[1:], 0.0)
@@ -268,7 +268,7 @@ def test_the_letter_gives_a_weight_to_tokens_outside_the_support(space):
 @pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
 def test_noise_only_in_training(name):
     model, images = toy(name), pictures(name)
-    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, support="learned"), size_of(name))
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, support=ltm.Learned()), size_of(name))
     assert torch.equal(run(model, images), run(model, images))
     for _, merger in mergers(model):
         merger.noise = 3.0
@@ -337,7 +337,7 @@ def test_swin_on_maps_that_its_windows_do_not_divide(settings):
     images = torch.rand(1, 3, 192, 192, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = model(images)
-        ltm.merge_tokens_(model, ltm.LTM(**settings))
+        ltm.merge_tokens_(model, ltm.LTM.from_settings(settings))
         assert model(images).isfinite().all()
         ltm.unmerge_tokens_(model)
         torch.testing.assert_close(model(images), before)

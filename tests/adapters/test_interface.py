@@ -23,7 +23,7 @@ from toys import GRIDS, SEQUENCES, TOYS, pictures, size_of, toy
 
 
 def convert(model, name, **settings):
-    ltm.merge_tokens_(model, ltm.LTM(**(settings or {"ratio": 0.8})), size_of(name))
+    ltm.merge_tokens_(model, ltm.LTM.from_settings(settings or {"ratio": 0.8}), size_of(name))
     return model
 
 
@@ -110,7 +110,7 @@ def test_networks_inside_another_module_have_their_classes(name):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("config", [ltm.LTM(ratio=0.8), ltm.LTM(ratio=0.8, support="learned")])
+@pytest.mark.parametrize("config", [ltm.LTM(ratio=0.8), ltm.LTM(ratio=0.8, support=ltm.Learned())])
 def test_feature_extractors_are_counted_with_what_they_restore(inside, config):
     net = FeatureGetterNet(toy("vit"))
     net = nn.Sequential(net) if inside else net
@@ -281,7 +281,7 @@ def test_other_sizes_without_resizing():
     vit = VisionTransformer(img_size=48, dynamic_img_size=True, **settings).eval()
     batches = [torch.randn(2, 3, *size) for size in ((48, 48), (64, 64), (40, 72))]
     originals = [vit(images) for images in batches]
-    for config in (ltm.LTM(), ltm.LTM(support="learned"), ltm.ToMe()):
+    for config in (ltm.LTM(), ltm.LTM(support=ltm.Learned()), ltm.ToMe()):
         ltm.merge_tokens_(vit, config)
         for images, expected in zip(batches, originals, strict=True):
             assert differs_from_its_original(vit, images, expected)
@@ -322,7 +322,7 @@ def test_a_learned_support_on_an_image_of_another_shape_with_as_many_patches():
     settings = {"embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
     model = VisionTransformer(48, patch_size=8, dynamic_img_size=True, **settings).eval()
     other, images = copy.deepcopy(model), torch.randn(2, 3, 32, 72)
-    config = ltm.LTM(support="learned", counts=(20, 12), sites=(0, 1))
+    config = ltm.LTM(support=ltm.Learned(), counts=(20, 12), sites=(0, 1))
     ltm.merge_tokens_(model, config)
     ltm.merge_tokens_(other, config, (32, 72))
     torch.testing.assert_close(model(images), other(images))
@@ -500,9 +500,9 @@ def test_bad_settings():
     for make, word in [
         (lambda: ltm.LTM(ratio=1.2), "ratio"),
         (lambda: ltm.ToMe(ratio=0.5, per_block=0.5), "one of"),
-        (lambda: ltm.LTM(beta=-1), "beta"),
-        (lambda: ltm.LTM(eta=0), "eta"),
-        (lambda: ltm.LTM(support="matching", space="token"), "learned"),
+        (lambda: ltm.LTM(weights=ltm.Informative(beta=-1)), "beta"),
+        (lambda: ltm.LTM(weights=ltm.Informative(eta=0)), "eta"),
+        (lambda: ltm.LTM(support=ltm.Learned(space="token")), "learned"),
         (lambda: ltm.ToFu(switch=2), "switch"),
         (lambda: ltm.LTMP(temperature=0), "temperature"),
     ]:
@@ -514,7 +514,7 @@ def test_token_space_is_refused_with_its_size():
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_224")
     with pytest.raises(ValueError, match=r"MiB at block"):
-        ltm.merge_tokens_(model, ltm.LTM(support="learned", space="token", per_block=0.9))
+        ltm.merge_tokens_(model, ltm.LTM(support=ltm.Learned(space="token"), per_block=0.9))
 
 
 @pytest.mark.parametrize("name", SEQUENCES | GRIDS)

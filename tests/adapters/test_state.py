@@ -11,12 +11,15 @@ import ltm
 from ltm.adapters import adapter_of
 from ltm.api import announcing, conversion_of, mergers
 from ltm.methods import methods
+from ltm.methods.frozen import FrozenMerger
 from toys import pictures, size_of, toy
 
 
 def converted(name, method="ltm", **settings):
     model = toy(name)
-    ltm.merge_tokens_(model, methods()[method](**(settings or {"ratio": 0.8})), size_of(name))
+    ltm.merge_tokens_(
+        model, methods()[method].from_settings(settings or {"ratio": 0.8}), size_of(name)
+    )
     return model
 
 
@@ -91,7 +94,7 @@ def test_compiled_models_are_looked_into():
     static.compile(backend="eager")
     static(images)
     ltm.freeze_(static)
-    assert all(merger.frozen for _, merger in mergers(static))
+    assert all(isinstance(merger, FrozenMerger) for _, merger in mergers(static))
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

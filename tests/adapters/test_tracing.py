@@ -103,7 +103,7 @@ def products_at_a_site(name, config):
     ("name", "count"), [("vit", 1), ("swin", 2), ("mobilevit", 2), ("efficientvit", 2)]
 )
 def test_a_frozen_static_site_is_its_products_and_nothing_else(name, count, unchecked_shapes):
-    config = ltm.LTM(ratio=0.85, support="learned", weights="uniform")
+    config = ltm.LTM(ratio=0.85, support=ltm.Learned(), weights="uniform")
     products, large = products_at_a_site(name, config)
     assert len(products) == count
     assert not large

@@ -11,18 +11,18 @@ from PIL import Image
 
 import ltm
 from ltm.api import merging_off
-from ltm.api.deployment import remember_arguments
 from ltm.api.fingerprint import fingerprint
+from ltm.api.saving import remember_arguments
 from ltm.methods import methods
 from toys import TOYS, pictures, size_of, toy
 
-STATIC = ltm.LTM(per_block=0.6, support="learned", weights="uniform")
+STATIC = ltm.LTM(per_block=0.6, support=ltm.Learned(), weights="uniform")
 
 
 def prepared(name, config):
     model, images = toy(name), pictures(name)
     ltm.merge_tokens_(model, config, size_of(name))
-    if config.name == "ltm" and config.weights == "informative" and name != "headless":
+    if config.to_dict().get("weights") == "informative" and name != "headless":
         ltm.collect_statistics_(model, [images])
     return model, images
 
@@ -30,9 +30,10 @@ def prepared(name, config):
 CONFIGS = [
     *(method(per_block=0.6) for _, method in sorted(methods().items())),
     STATIC,
-    ltm.LTM(per_block=0.6, support="learned", scope="batch"),
+    ltm.LTM(per_block=0.6, support=ltm.Learned(scope="batch")),
 ]
-IDS = [f"{c.name}-{getattr(c, 'support', '')}-{getattr(c, 'scope', '')}" for c in CONFIGS]
+SAID = [config.to_dict() for config in CONFIGS]
+IDS = [f"{c['method']}-{c.get('support', '')}-{c.get('scope', '')}" for c in SAID]
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -91,7 +92,9 @@ def test_loading_gives_the_same_bits(config, frozen, tmp_path):
 @pytest.mark.parametrize("name", ["vit", "swin", "efficientvit"])
 @pytest.mark.parametrize("form", ["masked", "letter"])
 def test_the_constants_of_a_trained_batch_mask_come_back(name, form, tmp_path):
-    model, images = prepared(name, ltm.LTM(per_block=0.6, scope="batch", mask_form=form))
+    model, images = prepared(
+        name, ltm.LTM(per_block=0.6, support=ltm.Learned(scope="batch", mask_form=form))
+    )
     ltm.collect_statistics_(model, [(images, torch.arange(len(images)))])
     model.train()
     model(images)
@@ -188,8 +191,8 @@ def test_images_are_prepared_for_the_size_that_was_converted(name, size, tmp_pat
     ],
 )
 def test_numbers_of_numpy_are_saved_as_plain_ones(given, same, tmp_path):
-    config = ltm.LTM(**given)
-    assert repr(config) == repr(ltm.LTM(**same))
+    config = ltm.LTM.from_settings(given)
+    assert repr(config) == repr(ltm.LTM.from_settings(same))
     model, _ = prepared("vit", config)
     again = ltm.load(ltm.save(model, tmp_path), toy("vit"))
     assert again.token_merging.config == config
@@ -227,7 +230,7 @@ def test_a_frozen_model_stays_as_it_is():
 def test_frozen_masks_are_for_the_grids_that_they_were_made_for(name, size, other):
     images, others = torch.randn(3, 3, *size), torch.randn(3, 3, *other)
     model = toy(name)
-    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, gain=1.0), size)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, weights=ltm.Informative(gain=1.0)), size)
     ltm.collect_statistics_(model, [(images, torch.arange(3))])
     frozen = ltm.freeze_(copy.deepcopy(model))
     assert not [key for key in frozen.state_dict() if "chosen" in key]

@@ -13,7 +13,7 @@ from toys import pictures, size_of, toy
 
 def converted(name="vit", **settings):
     model = toy(name)
-    ltm.merge_tokens_(model, ltm.LTM(**{"ratio": 0.8, **settings}), size_of(name))
+    ltm.merge_tokens_(model, ltm.LTM.from_settings({"ratio": 0.8, **settings}), size_of(name))
     return model
 
 
@@ -215,7 +215,7 @@ def test_a_model_costs_one_number_whatever_is_known_of_its_classes(name, support
 @torch.no_grad()
 def test_timms_average_of_weights_takes_statistics_over():
     model, images = toy("vit"), pictures("vit", batch=5)
-    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, gain=2.0))
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, weights=ltm.Informative(gain=2.0)))
     average = ModelEmaV3(model, decay=0.0)
     ltm.collect_statistics_(model, [(images, torch.arange(5))])
     average.update(model)

@@ -138,7 +138,7 @@ def check_costs(calibration: Calibration, model: nn.Module) -> None:
 @pytest.mark.parametrize("matching", ["free", "alternate"])
 @pytest.mark.parametrize("name", ["vit", "registers", "pooled"])
 def test_costs_are_those_of_the_counter(name, matching):
-    model, config = toy(name), ltm.LTM(matching=matching)
+    model, config = toy(name), ltm.LTM(support=ltm.Matched(matching=matching))
     calibration = Calibration(model, pictures(name, batch=32), config, QUICK)
     assert calibration.cost.exact
     check_costs(calibration, model)
@@ -154,10 +154,10 @@ def test_costs_that_no_polynomial_fits_are_counted(images):
 
 def test_alternate_matching_keeps_to_the_budget(vit, images):
     """Its cost jumps where more than half of the tokens leave."""
-    config = ltm.LTM(matching="alternate")
+    config = ltm.LTM(support=ltm.Matched(matching="alternate"))
     for budget in (0.6, 0.8):
         result = calibrate(vit, images, budget=budget, config=config, settings=QUICK)
-        assert result.config.matching == "alternate"
+        assert result.config.to_settings()["matching"] == "alternate"
         report = ltm.merge_tokens_(copy.deepcopy(vit), result.config)
         assert report.share == pytest.approx(result.share)
         assert report.share <= budget
@@ -260,7 +260,7 @@ def test_what_cannot_be_is_refused(vit, images):
     with pytest.raises(ValueError, match="multiple: got 256; the network has 37 tokens"):
         calibrate(vit, images, budget=0.7, settings=CalibrateSettings(multiple=256))
     with pytest.raises(ValueError, match="a learned support on a sequence has no schedule"):
-        calibrate(vit, images, budget=0.7, config=ltm.LTM(support="learned"))
+        calibrate(vit, images, budget=0.7, config=ltm.LTM(support=ltm.Learned()))
     with pytest.raises(ValueError, match="time_batch: got 64, and 48 images"):
         calibrate(vit, images, budget_ms=1.0, settings=CalibrateSettings(time_batch=64))
     with pytest.raises(ValueError, match="trials: got 0"):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 METHODS: dict[str, MethodConfig] = {
     "ltm": ltm.LTM(ratio=0.8),
-    "ltm_static": ltm.LTM(ratio=0.8, support="learned"),
+    "ltm_static": ltm.LTM(ratio=0.8, support=ltm.Learned()),
     "tome": ltm.ToMe(ratio=0.9),
     "tofu": ltm.ToFu(ratio=0.9),
     "ltmp": ltm.LTMP(ratio=0.9, merge_threshold=0.5, prune_threshold=0.02),

@@ -16,7 +16,7 @@ from ltm.deployment.hub import load_from_hub, prepare_folder, push_to_hub
 CLASSES = ("cat", "dog", "bird")
 # Counts need no search for a budget.
 TOME = ltm.ToMe(counts=(12, 9), sites=(4, 8))
-LEARNED = ltm.LTM(counts=(12, 9), sites=(4, 8), support="learned")
+LEARNED = ltm.LTM(counts=(12, 9), sites=(4, 8), support=ltm.Learned())
 
 
 def converted(config: ltm.LTM | ltm.ToMe) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ltm
-from ltm.api.deployment import telling_names
+from ltm.api.saving import telling_names
 from ltm.deployment import parity
 from ltm.deployment.export import Export
 from ltm.deployment.formats import OnnxModel, save_onnx

@@ -68,7 +68,7 @@ def test_any_timm_network(name: str) -> None:
 
 def test_maps_as_merging_leaves_them_are_smaller() -> None:
     images = torch.rand(1, 3, 64, 64)
-    learned = LTM(per_block=0.5, support="learned")
+    learned = LTM(per_block=0.5, support=Learned())
     for name in ("mobilevit_xxs", "efficientvit_b0"):
         pyramid = build_pyramid(
             name, (16, 32), image_size=(64, 64), merging=learned, restore=False

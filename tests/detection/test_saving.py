@@ -17,7 +17,7 @@ from ltm.methods import LTM
 
 pytestmark = pytest.mark.slow
 
-MERGING = LTM(per_block=0.5, support="learned")
+MERGING = LTM(per_block=0.5, support=Learned())
 CONFIGS = {
     "ssdlite": SSDLiteConfig(backbone="mobilevit_xxs", num_classes=2, image_size=(64, 64)),
     "ssdlite_ltm": SSDLiteConfig(
@@ -96,10 +96,10 @@ def test_a_detector_on_a_saved_network_needs_it_no_more(tmp_path: Path) -> None:
     [
         ("efficientvit_b0", MERGING, False),
         ("efficientvit_b0", MERGING, True),
-        ("efficientvit_b0", LTM(per_block=0.5, support="learned", scope="batch"), True),
-        ("mobilevit_xxs", LTM(per_block=0.5, support="matching"), False),
-        ("mobilevit_xxs", LTM(per_block=0.5, support="matching"), True),
-        ("deit_tiny_patch16_224", LTM(per_block=0.8, support="learned"), False),
+        ("efficientvit_b0", LTM(per_block=0.5, support=Learned(scope="batch")), True),
+        ("mobilevit_xxs", LTM(per_block=0.5, support=Matched()), False),
+        ("mobilevit_xxs", LTM(per_block=0.5, support=Matched()), True),
+        ("deit_tiny_patch16_224", LTM(per_block=0.8, support=Learned()), False),
     ],
 )
 def test_a_detector_on_a_frozen_network_comes_back(

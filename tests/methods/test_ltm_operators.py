@@ -16,9 +16,9 @@ from ltm.kernels.matching import (
     match_unimportant,
     squared_distances,
 )
-from ltm.methods import LTM
+from ltm.methods import LTM, ByFamily, Learned, Matched
 from ltm.methods.base import Hints, Site, config_from_dict
-from ltm.methods.ltm.matching import OPERATORS, MatchingMerger, Operator
+from ltm.methods.ltm.matched import OPERATORS, MatchingMerger, Operator
 from toys import SEQUENCES, pictures, toy
 
 PRUNING: tuple[Operator, ...] = ("prune_redundant", "prune_unimportant")
@@ -38,7 +38,9 @@ def _site(num_in: int = 12, num_out: int = 8, num_prefix: int = 1) -> Site:
 
 
 def _merger(operator: Operator, protection: float = 1.0, **site: int) -> MatchingMerger:
-    config = LTM(sites=(1,), counts=(8,), operators=(operator,), protections=(protection,))
+    config = LTM(
+        sites=(1,), counts=(8,), support=Matched(operators=(operator,), protections=(protection,))
+    )
     merger = config.build(_site(**site))
     assert isinstance(merger, MatchingMerger)
     return merger
@@ -162,8 +164,10 @@ def test_sites_differ_within_a_network(name: str) -> None:
     config = LTM(
         sites=(1, 2, 3, 4),
         counts=(32, 24, 24, 16),
-        operators=("merge", "prune_redundant", "none", "prune_unimportant"),
-        protections=(0.0, 1.0, 0.0, 0.5),
+        support=Matched(
+            operators=("merge", "prune_redundant", "none", "prune_unimportant"),
+            protections=(0.0, 1.0, 0.0, 0.5),
+        ),
     )
     merge_tokens_(model, config)
     assert token_counts(model) == [32, 24, 24, 16]
@@ -193,12 +197,16 @@ def test_tokens_weigh_by_the_attention_of_their_patches() -> None:
 
 
 def test_sizes_count_by_their_power_after_a_matching_only() -> None:
-    assert LTM(size_power=0.8).counting() == 0.8
-    assert LTM(size_power=0.8, support="learned").counting() == 1
+    assert LTM(support=Matched(size_power=0.8)).counting() == 0.8
+    assert LTM(support=Learned()).counting() == 1
 
 
 def test_a_config_with_operators_is_plain_values() -> None:
-    config = LTM(sites=(1, 3), counts=(20, 9), operators=("norm", "merge"), protections=(1, 0))
+    config = LTM(
+        sites=(1, 3),
+        counts=(20, 9),
+        support=Matched(operators=("norm", "merge"), protections=(1, 0)),
+    )
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -206,7 +214,9 @@ def test_a_config_that_was_saved_before_a_setting_existed_is_what_it_was():
     values = LTM(ratio=0.6).to_dict()
     del values["attended"], values["size_power"]
     assert config_from_dict(values) == LTM(ratio=0.6)
-    assert config_from_dict(values, saved=True) == LTM(ratio=0.6, attended=0.0, size_power=1.0)
+    assert config_from_dict(values, saved=True) == LTM(
+        ratio=0.6, support=ByFamily(matched=Matched(attended=0.0, size_power=1.0))
+    )
 
 
 def test_who_is_alone_in_a_group_and_the_prefix_stay_exactly_as_they_are():
@@ -249,13 +259,13 @@ def test_who_is_alone_in_a_group_and_the_prefix_stay_exactly_as_they_are():
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_does_not_fit_is_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LTM(**settings)  # pyright: ignore[reportArgumentType]
+        LTM.from_settings(settings)
 
 
 def test_none_cannot_let_tokens_go() -> None:
     model = toy("vit")
     with pytest.raises(ValueError, match="'none' for block 2, where 36 tokens are to become 20"):
-        merge_tokens_(model, LTM(sites=(2,), counts=(20,), operators=("none",)))
+        merge_tokens_(model, LTM(sites=(2,), counts=(20,), support=Matched(operators=("none",))))
     model(pictures("vit"))
 
 
@@ -263,7 +273,8 @@ def test_none_cannot_let_tokens_go() -> None:
 def test_grids_that_are_kept_have_no_operators(
     given: dict[str, tuple[Operator | float, ...]],
 ) -> None:
-    model = toy("swin")
+    model, grid = toy("swin"), {"sites": (0,), "counts": ((20, 20),)}
     with pytest.raises(ValueError, match="belong to a matching, and this network keeps its grids"):
-        merge_tokens_(model, LTM(sites=(0,), counts=((20, 20),), **given), 112)  # type: ignore[arg-type]
-    merge_tokens_(model, LTM(sites=(0,), counts=(30,), support="matching", **given), 112)  # type: ignore[arg-type]
+        merge_tokens_(model, LTM.from_settings({**grid, **given}), 112)
+    support = Matched(**given)  # type: ignore[arg-type]
+    merge_tokens_(model, LTM(sites=(0,), counts=(30,), support=support), 112)

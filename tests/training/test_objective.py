@@ -89,7 +89,7 @@ def test_the_bound_is_the_papers_up_to_the_inputs_share() -> None:
     ):
         step = merger.informative
         assert step is not None
-        phi = class_membership(feature, step.centroids, merger.config.beta, step.present)
+        phi = class_membership(feature, step.centroids, merger.weights.beta, step.present)
         certain = F.one_hot(labels, 3).float()  # inputs of zero entropy: no share of theirs
         q = (-step.costs).exp().mT
         expected.append(sample_bounds(phi, certain, labels, q).mean())
@@ -150,7 +150,7 @@ def test_an_epoch_gives_q_from_the_last_centroids_and_new_centroids() -> None:
         sums = ClassStatistics.zeros(3, centroids.shape[1])
         for images, labels in fresh:
             feature = site_features(model, images)[site]
-            sums.update(feature, labels, class_membership(feature, centroids, merger.config.beta))
+            sums.update(feature, labels, class_membership(feature, centroids, merger.weights.beta))
         expected.append(sums)
     refresh_statistics_(model, fresh)
     for merger, sums in zip(statistical_mergers(model), expected, strict=True):

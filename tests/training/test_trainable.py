@@ -35,7 +35,7 @@ def vit(method: object = None) -> nn.Module:
         depth=3,
         num_heads=2,
     )
-    ltm.merge_tokens_(model, method or ltm.LTM(support="learned", per_block=0.8))  # type: ignore[arg-type]
+    ltm.merge_tokens_(model, method or ltm.LTM(support=ltm.Learned(), per_block=0.8))  # type: ignore[arg-type]
     return model
 
 

@@ -17,7 +17,6 @@ from ltm.api.conversion import (
     token_counts,
     unmerge_tokens_,
 )
-from ltm.api.deployment import freeze_, load, save
 from ltm.api.fitting import (
     MacShare,
     collect_statistics_,
@@ -27,6 +26,7 @@ from ltm.api.fitting import (
     observe_,
 )
 from ltm.api.graphs import Captured, capture
+from ltm.api.saving import freeze_, load, save
 from ltm.api.watching import announcing, merge_maps, merging_off, watching
 
 __all__ = [

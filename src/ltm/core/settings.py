@@ -21,6 +21,13 @@ def check_settings(settings: Any) -> None:
             raise ValueError(f"{field.name}: got {value!r}; it must be {_said(wanted)}.")
 
 
+def settle(settings: Any) -> None:
+    """Check the values of a frozen dataclass, and make them plain."""
+    check_settings(settings)
+    for field in dataclasses.fields(settings):
+        object.__setattr__(settings, field.name, plain(getattr(settings, field.name)))
+
+
 def plain(value: Any) -> Any:
     """Numbers of other kinds, numpy's say, as Python's own, and sequences as tuples of such."""
     if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 from ltm.api import conversion_of, image_size_of, is_merging, token_counts
-from ltm.api.deployment import saved_folder
+from ltm.api.saving import saved_folder
 from ltm.data.config import DataConfig
 from ltm.data.transforms import ImageSpec, image_spec
 

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ltm.api.deployment import saved_folder
+from ltm.api.saving import saved_folder
 from ltm.data.images import EXTENSIONS, decode
 from ltm.data.transforms import evaluation_transform
 from ltm.deployment.formats import OnnxModel

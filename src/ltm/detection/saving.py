@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ltm.api import conversion_of, freeze_, merge_tokens_, mergers, merging_network
-from ltm.api.deployment import CONFIG, WEIGHTS, make_room_, write_weights
+from ltm.api.deployment import CONFIG, WEIGHTS, write_weights
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
 from ltm.detection.pyramid import Pyramid
 from ltm.detection.settings import Task
@@ -87,7 +87,8 @@ def load_detector(folder: str | Path) -> LoadedDetector:
         model = config.build()
         _merge_as_saved_(merging_network(model), merging)
     weights = load_file(folder / WEIGHTS)
-    make_room_(model, weights)
+    if merging is not None and merging.get("frozen", False):
+        weights = freeze_as_(model, weights)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

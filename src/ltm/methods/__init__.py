@@ -1,7 +1,7 @@
 """The methods. Importing a module here registers it."""
 
 from ltm.methods.base import MethodConfig, config_from_dict, methods
-from ltm.methods.ltm import LTM
+from ltm.methods.ltm import LTM, ByFamily, Informative, Learned, Matched
 from ltm.methods.ltmp import LTMP
 from ltm.methods.tofu import ToFu
 from ltm.methods.tome import ToMe
@@ -16,6 +16,10 @@ __all__ = [
     "DEFAULT",
     "LTM",
     "LTMP",
+    "ByFamily",
+    "Informative",
+    "Learned",
+    "Matched",
     "MethodConfig",
     "ToFu",
     "ToMe",

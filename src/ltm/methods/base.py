@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_type_hints
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid, constant_number, require_ratio
-from ltm.core.settings import check_settings, plain
+from ltm.core.settings import plain, settle
 
 Count = int | Grid
 """Tokens after a site, prefix excluded: a number on sequences, (height, width) on grids."""
@@ -46,6 +46,12 @@ class Site:
     @property
     def merges(self) -> bool:
         return self.num_out < self.num_in
+
+    def is_planned(self, num_in: int, grid_in: Grid | None, patches: Grid | None) -> bool:
+        """Whether these are the tokens that the site was made for."""
+        if self.grid_in is not None:
+            return grid_in == self.grid_in
+        return num_in == self.num_in and patches in (None, self.grid)
 
     def count_for(self, num_tokens: int) -> int:
         """Tokens to keep of a sequence of another length than the planned one."""
@@ -173,14 +179,19 @@ class Merger(nn.Module, ABC):
         """Forget what belongs to the classes, of which there are others now."""
         self.site = dataclasses.replace(self.site, num_classes=num_classes)
 
-    def freeze_(self) -> None:
-        """Drop what only training needs."""
+    def frozen(self, decision: Decision | None, hints: Hints | None) -> Merger:
+        """What takes its place in deployment: itself, where nothing in it is for training alone.
 
-    def fold_(self, decision: Decision, hints: Hints) -> None:
-        """Keep a decision as constants, if it is the same for every image."""
+        `decision` is its decision on some image, with the hints it got; None where it made none.
+        """
+        return self
 
-    def expect_(self, saved: Mapping[str, Tensor]) -> None:
-        """Make room for what a frozen merger has in a file, where that depends on its training."""
+    def frozen_as(self, saved: Mapping[str, Tensor]) -> Merger:
+        """What took the place of a merger like this one, from its tensors in a file, by name.
+
+        The tensors are loaded into it afterwards.
+        """
+        return self.frozen(None, None)
 
     def adopt_(self, other: Merger) -> None:
         """Take over what another merger of the same method has learned, where it fits."""
@@ -268,9 +279,7 @@ class MethodConfig(ABC):
             value = getattr(self, field)
             if value is not None:
                 require_ratio(field, value)
-        check_settings(self)
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        settle(self)
         if self.sites is not None:
             ascending = tuple(sorted(set(self.sites)))
             if self.counts is not None and self.sites != ascending:
@@ -400,9 +409,7 @@ class MethodConfig(ABC):
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> MethodConfig:
         """The config of flat settings by name."""
-        unknown = set(settings) - set(cls.settings_types())
-        if unknown:
-            raise ValueError(f"{cls.name} has no setting {', '.join(sorted(unknown))}.")
+        require_known(cls, settings)
         return cls(**settings)
 
     def to_settings(self) -> dict[str, Any]:
@@ -426,6 +433,13 @@ def config_from_dict(values: Mapping[str, Any], *, saved: bool = False) -> Metho
     if saved:
         settings = {**config_type.earlier, **settings}
     return config_type.from_settings({name: plain(value) for name, value in settings.items()})
+
+
+def require_known(config: type[MethodConfig], settings: Iterable[str]) -> None:
+    """Refuse settings that a method does not have."""
+    unknown = set(settings) - set(config.settings_types())
+    if unknown:
+        raise ValueError(f"{config.name} has no setting {', '.join(sorted(unknown))}.")
 
 
 def methods() -> dict[str, type[MethodConfig]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ltm import models
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
-from ltm.api.deployment import (
+from ltm.api.saving import (
     CONFIG,
     WEIGHTS,
     saved_folder,
@@ -149,7 +149,7 @@ def _continue_from(
             f"use method={done.config.name}, or start from the original weights"
         )
     for name in read_words(settings.merge.method_options, owner="method_options"):
-        has, wanted = (getattr(config, name) for config in (done.config, method))
+        has, wanted = (config.to_settings()[name] for config in (done.config, method))
         if has != wanted:
             raise ValueError(
                 f"{folder} holds a model with {name}={has}, not {wanted}; start from the original "

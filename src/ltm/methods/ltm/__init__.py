@@ -1,9 +1,13 @@
 """LTM: learnable token merging, a step down the information-bottleneck bound in every block.
 
-The mask of a site is `G = A (m e^s) / A^T (m e^s)`: a support `A` (`matching.py`, `learned.py`),
+The mask of a site is `G = A (m e^s) / A^T (m e^s)`: a support `A` (`matched.py`, `learned.py`),
 token sizes `m`, and `s`, one logit per token that the sites hand on (`step.py`).
 """
 
 from ltm.methods.ltm.config import LTM
+from ltm.methods.ltm.learned import Learned
+from ltm.methods.ltm.matched import Matched
+from ltm.methods.ltm.step import Informative
+from ltm.methods.ltm.support import ByFamily
 
-__all__ = ["LTM"]
+__all__ = ["LTM", "ByFamily", "Informative", "Learned", "Matched"]

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from ltm.core.schedule import weighted_rate
-from ltm.methods.base import Count, Images, Merger, MethodConfig, Site
-from ltm.methods.ltm.learned import LearnedMerger
-from ltm.methods.ltm.matching import MatchingMerger, Operator, UnimportantMerger
-
-Support = Literal["matching", "learned"]
+from ltm.methods.base import Count, Images, Merger, MethodConfig, Site, require_known
+from ltm.methods.ltm.learned import Learned, LearnedMerger
+from ltm.methods.ltm.matched import Matched, MatchingMerger, Operator, UnimportantMerger
+from ltm.methods.ltm.step import Informative
+from ltm.methods.ltm.support import (
+    FLAT,
+    ByFamily,
+    Support,
+    Weights,
+    accepting_flat,
+    by_family,
+    flat_types,
+    flatten,
+    support_of,
+    weights_of,
+)
 
 # Where merging hurts least on pretrained ViTs: nothing in the first quarter, most in the middle.
 PROFILE_DEPTH = (3 / 12, 5 / 12, 8 / 12)
@@ -62,44 +73,11 @@ class LTM(MethodConfig):
     """Settings of learnable token merging. The defaults suit pretrained networks."""
 
     support: Support | None = None
-    """Which tokens may join: "matching" (found per image), "learned" (a trained static pattern);
-    None takes matching on sequences and learned on grids."""
-    matching: Literal["free", "alternate"] = "free"
-    """Any token may join any other, or even ones odd ones only: a quarter of the comparisons."""
-    protection: float = 1.0
-    """How strongly informative tokens are kept from leaving in a matching: the power of the
-    attention they receive."""
-    attended: float = 0.5
-    """How much attention counts in the mean of matched tokens, at sites that protect: the power of
-    what each of a token's patches receives; 0 counts patches alone."""
-    size_power: float = 0.9
-    """The power of a token's size that the attention counts after a matching on sequences; a little
-    less than 1 stays closer to the original network."""
-    keep_norm: bool = True
-    """Matched tokens keep the largest norm of their group."""
-    operators: tuple[Operator, ...] | None = None
-    """What each site does with the tokens that leave it, in place of `keep_norm`: "merge", "norm",
-    "prune_redundant", "prune_unimportant" or "none"."""
-    protections: tuple[float, ...] | None = None
-    """The protection of each site, in place of `protection`."""
-    weights: Literal["informative", "uniform"] = "informative"
-    """Weigh tokens by the information-bottleneck step as well, or not."""
-    space: Literal["pooled", "token"] = "pooled"
-    """Measure class membership on the mean merged token, or on all of them (the paper's letter)."""
-    labels: Literal["soft", "true"] = "soft"
-    """Labels in the step: the network's own membership, or the true ones in training."""
-    scope: Literal["sample", "batch"] = "sample"
-    """One step per image, or one for the minibatch with a running mean in evaluation."""
-    mask_form: Literal["masked", "letter"] = "masked"
-    """Softmax over the support, or of the product with it (the letter: strays get a weight)."""
-    step: Literal["standardised", "raw"] = "standardised"
-    """Standardise the step per image and scale it by a learned gain, or take it as it is."""
-    eta: float = 1.0
-    beta: float = 10.0
-    gain: float = 0.1
-    """Initial value of the learned gain."""
-    mlp: bool = False
-    """A zero-initialised residual layer on the tokens inside the mask module."""
+    """Which tokens may join: `Matched(...)`, found per image, or `Learned(...)`, a trained static
+    pattern; None is `ByFamily()`: matched on sequences, learned on grids."""
+    weights: Weights = field(default_factory=Informative)
+    """Weigh tokens by the information-bottleneck step as well as by size; None or "uniform" do by
+    size alone."""
 
     name: ClassVar[str] = "ltm"
     description: ClassVar[str] = "tokens that are missed least join their nearest, weighted"
@@ -115,131 +93,147 @@ class LTM(MethodConfig):
     def __post_init__(self) -> None:
         given = self.sites
         super().__post_init__()
-        for field in ("eta", "beta"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field}: got {getattr(self, field)}; it must be positive.")
-        self._check_per_site(given)
-        self._check_powers()
-        if self.support == "matching" and self._needs_static():
-            raise ValueError(
-                "support: got 'matching'; space='token', scope='batch' and mask_form='letter' "
-                "need support='learned', since matched places differ from image to image."
-            )
-
-    def _check_per_site(self, sites: tuple[int, ...] | None) -> None:
-        """Operators and protections go with sites, one each, in the order of the blocks."""
-        for field in ("operators", "protections"):
-            values = getattr(self, field)
-            if values is None:
-                continue
-            if self.support == "learned" or self._needs_static():
-                raise ValueError(f"{field}: they belong to support='matching'.")
-            if sites is None or list(sites) != sorted(set(sites)) or len(values) != len(sites):
+        if self.weights == "uniform":
+            object.__setattr__(self, "weights", None)
+        for name in ("operators", "protections"):
+            values = getattr(self.matched, name)
+            ascending = given is not None and list(given) == sorted(set(given))
+            if values is not None and not (ascending and len(values) == len(given or ())):
                 raise ValueError(
-                    f"{field}: got {len(values)} of them, and sites={sites}; give one per site, "
+                    f"{name}: got {len(values)} of them, and sites={given}; give one per site, "
                     "with the sites in ascending order."
                 )
 
-    def _check_powers(self) -> None:
-        powers = [("protection", p) for p in (self.protection, *(self.protections or ()))]
-        powers += [("attended", self.attended), ("size_power", self.size_power)]
-        for field, power in powers:
-            if not 0 <= power < math.inf:
-                raise ValueError(f"{field}: got {power}; it must not be negative.")
-        if self.size_power == 0:
-            raise ValueError("size_power: got 0; proportional_attention=False ignores sizes.")
+    @property
+    def matched(self) -> Matched:
+        """What a matched support does, if this config has one."""
+        if isinstance(self.support, ByFamily):
+            return self.support.matched
+        return self.support if isinstance(self.support, Matched) else Matched()
 
-    def operator_at(self, block: int) -> Operator:
-        """What a site does with the tokens that leave it."""
-        if self.operators is None or self.sites is None:
-            return "norm" if self.keep_norm else "merge"
-        return self.operators[self.sites.index(block)]
+    @property
+    def learned(self) -> Learned:
+        """What a learned support does, if this config has one."""
+        if isinstance(self.support, ByFamily):
+            return self.support.learned
+        return self.support if isinstance(self.support, Learned) else Learned()
 
-    def protection_at(self, block: int) -> float:
-        """How strongly a site protects informative tokens."""
-        if self.protections is None or self.sites is None:
-            return self.protection
-        return self.protections[self.sites.index(block)]
+    def is_learned(self, *, grid: bool) -> bool:
+        """Whether this config means a learned support on a grid network, or on a sequence."""
+        if isinstance(self.support, Matched | Learned):
+            return isinstance(self.support, Learned)
+        return grid
+
+    def choice_at(self, block: int) -> Choice:
+        own = self.matched
+        index = None if self.sites is None or block not in self.sites else self.sites.index(block)
+        operator: Operator = "norm" if own.keep_norm else "merge"
+        if own.operators is not None and index is not None:
+            operator = own.operators[index]
+        protections = own.protections
+        protected = own.protection if protections is None or index is None else protections[index]
+        return Choice(operator, protected)
 
     def counting(self) -> float:
-        return self.size_power if self.support_on(grid=False) == "matching" else 1.0
-
-    def _needs_static(self) -> bool:
-        return self.space == "token" or self.scope == "batch" or self.mask_form == "letter"
-
-    def support_on(self, *, grid: bool) -> Support:
-        """The support that this config means on a grid network or a sequence."""
-        if self.support is not None:
-            return self.support
-        return "learned" if grid or self._needs_static() else "matching"
+        return 1.0 if self.is_learned(grid=False) else self.matched.size_power
 
     def keeps_grid(self) -> bool:
-        return self.support_on(grid=True) == "learned"
+        return self.is_learned(grid=True)
 
     def build(self, site: Site) -> Merger:
-        if self.support_on(grid=site.grid_in is not None) == "learned":
-            for field in ("operators", "protections"):
-                if getattr(self, field) is not None:
+        weights = self.weights if isinstance(self.weights, Informative) else None
+        if self.is_learned(grid=site.grid_in is not None):
+            for name in ("operators", "protections"):
+                if getattr(self.matched, name) is not None:
                     raise ValueError(
-                        f"{field}: they belong to a matching, and this network keeps its grids: "
-                        "give support='matching' too, or leave them out."
+                        f"{name}: they belong to a matching, and this network keeps its grids: "
+                        "give support=Matched(...), or leave them out."
                     )
-            return LearnedMerger(site, self)
-        unimportant = self.operator_at(site.block) == "prune_unimportant"
-        return UnimportantMerger(site, self) if unimportant else MatchingMerger(site, self)
+            return LearnedMerger(site, self.learned, weights)
+        choice = self.choice_at(site.block)
+        kind = UnimportantMerger if choice.operator == "prune_unimportant" else MatchingMerger
+        return kind(
+            site,
+            self.matched,
+            weights,
+            operator=choice.operator,
+            protection=choice.protection,
+        )
 
     def alternates(self) -> bool:
-        return self.matching == "alternate"
+        return self.matched.matching == "alternate"
 
     def fit_(self, mergers: Sequence[Merger], images: Images, *, tolerance: float) -> None:
         if any(merger.keeps_statistics for merger in mergers):
             images.collect_statistics_()
 
     def unschedulable(self, *, grid: bool) -> str:
-        if not grid and self.support_on(grid=False) == "learned":
+        if not grid and self.is_learned(grid=False):
             return "a learned support on a sequence has no schedule to search"
         return ""
 
     def choices(self) -> tuple[Choice, ...]:
         return CHOICES
 
-    def choice_at(self, block: int) -> Choice:
-        return Choice(self.operator_at(block), self.protection_at(block))
-
     def scheduled(
         self, sites: tuple[int, ...], counts: tuple[Count, ...], choices: tuple[Any, ...]
     ) -> LTM:
-        given = [choice if isinstance(choice, Choice) else CHOICES[0] for choice in choices]
-        matched = bool(counts) and not isinstance(counts[0], tuple)
+        chosen = [choice for choice in choices if isinstance(choice, Choice)]
+        support = self._per_site(
+            operators=tuple(choice.operator for choice in chosen) or None,
+            protections=tuple(choice.protection for choice in chosen) or None,
+        )
         return dataclasses.replace(
-            self,
-            ratio=None,
-            per_block=None,
-            counts=counts,
-            sites=sites,
-            operators=tuple(choice.operator for choice in given) if matched else None,
-            protections=tuple(choice.protection for choice in given) if matched else None,
+            self, ratio=None, per_block=None, counts=counts, sites=sites, support=support
         )
 
     def unscheduled(self, ratio: float, sites: tuple[int, ...] | None = None) -> LTM:
+        support = self._per_site(operators=None, protections=None)
         return dataclasses.replace(
-            self,
-            ratio=ratio,
-            per_block=None,
-            counts=None,
-            sites=sites,
-            operators=None,
-            protections=None,
+            self, ratio=ratio, per_block=None, counts=None, sites=sites, support=support
         )
 
+    def _per_site(self, **changes: Any) -> Support | None:
+        """The support with other operators and protections, where it is matched at all."""
+        if isinstance(self.support, Learned):
+            return self.support
+        matched = dataclasses.replace(self.matched, **changes)
+        if isinstance(self.support, Matched):
+            return matched
+        return by_family(matched, self.learned)
+
     def describe(self, site: Site) -> str:
-        if self.support_on(grid=site.grid_in is not None) == "learned":
+        if self.is_learned(grid=site.grid_in is not None):
             return "neighbours merge by a mask that is the same for every image"
-        return _PHRASES[self.operator_at(site.block)]
+        return _PHRASES[self.choice_at(site.block).operator]
 
     def for_feature_maps(self) -> LTM:
-        is_open = self.support is None and self.counts is None and not self._needs_static()
-        return dataclasses.replace(self, support="matching") if is_open else self
+        if self.counts is not None or isinstance(self.support, Matched | Learned):
+            return self
+        return dataclasses.replace(self, support=self.matched)
+
+    @classmethod
+    def settings_types(cls) -> dict[str, Any]:
+        return {**super().settings_types(), **flat_types()}
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> LTM:
+        require_known(cls, settings)
+        own = {name: value for name, value in settings.items() if name not in flat_types()}
+        return cls(**own, support=support_of(settings), weights=weights_of(settings))
+
+    def to_settings(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in MethodConfig.settings_types()}
+        return {**own, **flatten(self.support, self.weights)}
+
+    def __getattr__(self, name: str) -> Any:
+        """A setting by its flat name, as in version 0.1.0."""
+        if name not in FLAT:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warnings.warn(
+            f"LTM.{name}: read config.to_settings()[{name!r}].", DeprecationWarning, stacklevel=2
+        )
+        return self.to_settings()[name]
 
     def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
         if self.ratio is None:
@@ -255,7 +249,7 @@ class LTM(MethodConfig):
         mean = sum(PROFILE_LEAVING) / len(PROFILE_LEAVING)
 
         def share(site: int) -> float:
-            if self.operator_at(site) == "none":
+            if self.choice_at(site).operator == "none":
                 return 0.0
             if depth is None:
                 return mean
@@ -273,3 +267,6 @@ def _profile_share(depth: float) -> float:
         if depth <= d1:
             return s0 + (s1 - s0) * (depth - d0) / (d1 - d0)
     return points[-1][1]
+
+
+LTM.__init__ = accepting_flat(LTM.__init__)

@@ -1,53 +1,121 @@
 """LTM with a learned support: a static pattern of neighbours, chosen by training.
 
-Letters: b images, n patch tokens, p merged tokens, c channels, k candidates of a target.
+Letters: b images, n patch tokens, p merged tokens, c channels, k candidates of a target; `M` the
+support, `G~` the state, `m` the sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ltm import kernels
 from ltm.core import mask_gradient
-from ltm.core.merge import (
-    DenseMerge,
-    GridMerge,
-    Merge,
-    StaticMerge,
-)
+from ltm.core.merge import DenseMerge, GridMerge, Merge, kronecker, row_normalise
 from ltm.core.schedule import Grid
-from ltm.core.support import anchors
+from ltm.core.settings import settle
+from ltm.core.support import (
+    Candidates,
+    anchors,
+    axis_candidates,
+    choose,
+    grid_candidates,
+    initial_logits,
+    resample_logits,
+    support_matrix,
+)
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
-from ltm.methods.ltm.axis import Axis
-from ltm.methods.ltm.masks import dense, fold_grid, resample, shares, softmax_of, softmax_on
-from ltm.methods.ltm.step import LTMMerger, require_room
+from ltm.methods.frozen import FrozenMerger
+from ltm.methods.ltm.step import Informative, LTMMerger, require_room
 
-if TYPE_CHECKING:
-    from ltm.methods.ltm.config import LTM
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """A trained static support; with the paper's form of the mask, where it differs from ours."""
+
+    space: Literal["pooled", "token"] = "pooled"
+    """Measure class membership on the mean merged token, or on all of them (the paper's form)."""
+    scope: Literal["sample", "batch"] = "sample"
+    """One step per image, or one for the minibatch with a running mean in evaluation."""
+    mask_form: Literal["masked", "letter"] = "masked"
+    """Softmax over the support, or the paper's form: of the product with it, so that tokens outside
+    the support get a weight too."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+class Axis(nn.Module):
+    """The learned support of one axis: of a sequence of patches, or of one side of a grid."""
+
+    index: Tensor
+    valid: Tensor
+    anchor: Tensor
+    home: Tensor
+
+    def __init__(self, num_in: int, num_out: int, patches: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.num_in, self.num_out, self.patches = num_in, num_out, patches
+        candidates = self._candidates(num_in, num_out, patches)
+        self.logits = nn.Parameter(initial_logits(candidates))
+        for name in ("index", "valid", "anchor", "home"):
+            self.register_buffer(name, getattr(candidates, name), persistent=False)
+
+    def _candidates(self, num_in: int, num_out: int, patches: tuple[int, int] | None) -> Candidates:
+        if patches is None:
+            return axis_candidates(num_in, num_out)
+        return grid_candidates(patches, num_in, num_out)
+
+    def forward(
+        self, num_in: int, num_out: int, noise: float, patches: tuple[int, int] | None = None
+    ) -> Float[Tensor, "n p"]:
+        """The support; `patches` is the shape of the image, where it is not the planned one."""
+        candidates, logits, patches = self._own(), self.logits, patches or self.patches
+        if (num_in, num_out, patches) != (self.num_in, self.num_out, self.patches):
+            other = self._candidates(num_in, num_out, patches)
+            candidates = Candidates(*(getattr(other, f).to(logits.device) for f in vars(other)))
+            logits = self.fitted(candidates)
+        return support_matrix(choose(logits, noise=noise), candidates, num_in)
+
+    def _own(self) -> Candidates:
+        return Candidates(self.index, self.valid, self.anchor, self.home)
+
+    def fitted(self, candidates: Candidates) -> Float[Tensor, "p k"]:
+        """Logits for other candidates: those start anew, and what was learned is added to them.
+
+        The start is a partition, in which no token is left out; resampled it would be none. Another
+        number of candidates has learned nothing.
+        """
+        start = initial_logits(candidates).to(self.logits)
+        learned = resample_logits(self.logits - initial_logits(self._own()), len(start))
+        return start + learned if learned.shape == start.shape else start
+
+    def adopt_(self, other: Axis) -> None:
+        """Take over what another axis has learned."""
+        same = (self.num_in, self.num_out, self.patches) == (
+            other.num_in,
+            other.num_out,
+            other.patches,
+        )
+        self.logits.data.copy_(other.logits if same else other.fitted(self._own()))
 
 
 class LearnedMerger(LTMMerger):
     """Targets at evenly spaced anchors, each the average of chosen neighbours."""
 
     running_logits: Tensor
-    fixed_rows: Tensor
-    fixed_columns: Tensor
-    fixed_matrix: Tensor
-    fixed_back: Tensor
-    fixed_wide: Tensor
-    fixed_size_out: Tensor
-    chosen_size_out: Tensor
 
-    def __init__(self, site: Site, config: LTM) -> None:
-        if config.space == "token" and config.weights == "informative" and site.num_classes > 0:
+    def __init__(self, site: Site, settings: Learned, weights: Informative | None) -> None:
+        self.settings = settings
+        if settings.space == "token" and weights is not None and site.num_classes > 0:
             _check_token_space(site)
-        super().__init__(site, config)
+        super().__init__(site, weights)
         self.keeps_grid = site.grid_in is not None
         if site.grid_in is not None and site.grid_out is not None:
             self.rows = Axis(site.grid_in[0], site.grid_out[0])
@@ -56,83 +124,54 @@ class LearnedMerger(LTMMerger):
             self.sequence = Axis(site.num_in, site.num_out, site.grid)
         self.noise = 1.0
         """Scale of the noise on the logits in training; a training loop anneals it."""
-        if config.scope == "batch":
-            targets = (site.num_out,) if config.space == "token" else ()
+        if settings.scope == "batch":
+            targets = (site.num_out,) if settings.space == "token" else ()
             self.register_buffer("running_logits", torch.zeros(site.num_in, *targets))
-        self.frozen = False
-        self.chosen = False
-        """Supports are constants, and the weights alone depend on the image."""
-        self.register_load_state_dict_post_hook(_follow_loaded)  # pyright: ignore[reportUnknownMemberType]
 
     def feature_width(self) -> int:
         per_token = self.site.width
-        return per_token * self.site.num_out if self.config.space == "token" else per_token
+        return per_token * self.site.num_out if self.settings.space == "token" else per_token
 
     def feature(self, merged: Float[Tensor, "b t c"], size: Tensor) -> Float[Tensor, "b d"]:
-        if self.config.space == "pooled":
+        if self.settings.space == "pooled":
             return super().feature(merged, size)
         return merged[:, self.site.num_prefix :].flatten(1)
 
     def forget_statistics_(self) -> None:
         super().forget_statistics_()
-        if self.config.scope == "batch":
+        if self.settings.scope == "batch":
             self.running_logits.zero_()
 
     def set_noise_(self, scale: float) -> None:
         self.noise = scale
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        if self.frozen:
-            return Decision(merge=self._folded())
         supports = self._supports(tokens.shape[1] - self.site.num_prefix, hints)
-        if self.config.space == "token" and self.informative is not None:
-            return self._token_space(tokens, hints, dense(supports))
+        if self.settings.space == "token" and self.informative is not None:
+            return self._token_space(tokens, hints, _dense(supports))
         logits, weight = self._weigh(tokens, hints)
-        if self.config.mask_form == "letter" and logits is not None:
-            merge = self._letter(tokens, hints, dense(supports), logits)
+        if self.settings.mask_form == "letter" and logits is not None:
+            merge = self._letter(tokens, hints, _dense(supports), logits)
         else:
-            merge = self._masked(supports, weight)
-            if self.chosen and hints.size is None and isinstance(merge, GridMerge):
-                merge = self._with_sizes(merge, hints)
+            merge = self._masked(supports, weight, hints)
         return Decision(merge=merge, values=logits)
 
     def _supports(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
-        if self.chosen and self._is_planned(num_in, hints.grid_in, hints.patches):
-            return self._chosen_supports()
         noise = self.noise if self.training else 0.0
         if hints.grid_in is None or hints.grid_out is None:
             return (self.sequence(num_in, hints.num_out, noise, hints.patches),)
         (h, w), (h2, w2) = hints.grid_in, hints.grid_out
         return self.rows(h, h2, noise), self.columns(w, w2, noise)
 
-    def _is_planned(self, num_in: int, grid_in: Grid | None, patches: Grid | None) -> bool:
-        """Whether these are the tokens that the site was made for; what is left follows."""
-        site = self.site
-        if site.grid_in is not None:
-            return grid_in == site.grid_in
-        return num_in == site.num_in and patches in (None, site.grid)
-
     def require_planned(
         self, num_in: int, grid_in: Grid | None, patches: Grid | None = None
     ) -> None:
-        if self._is_planned(num_in, grid_in, patches):
-            return
-        if self.config.space == "token" and self.active:
+        planned = self.site.is_planned(num_in, grid_in, patches)
+        if not planned and self.settings.space == "token" and self.active:
             raise ValueError(
                 f"space: got 'token', whose class centroids at block {self.site.block} belong to "
                 f"{self.site.num_in} tokens, and {num_in} came in; convert for images of this size."
             )
-        if not self.frozen:
-            return
-        site, kind = self.site, "tokens"
-        pairs = (site.grid_in, site.num_in), (grid_in, num_in)
-        if num_in == site.num_in and grid_in is None:
-            kind, pairs = "patches", ((site.grid, num_in), (patches, num_in))
-        made, found = (str(n) if grid is None else f"{grid[0]} x {grid[1]}" for grid, n in pairs)
-        raise ValueError(
-            f"the mask of block {site.block} is frozen for {made} {kind}, and {found} came in; "
-            "convert for images of this size before freeze_."
-        )
 
     def _weigh(
         self, tokens: Float[Tensor, "b t c"], hints: Hints
@@ -140,7 +179,7 @@ class LearnedMerger(LTMMerger):
         """The state of every patch, and what it weighs; None where all are alike."""
         k, step = self.site.num_prefix, self.step(hints)
         plain = None if hints.size is None else hints.size[:, k:]
-        if self.config.scope == "batch" and self.informative is not None:
+        if self.settings.scope == "batch" and self.informative is not None:
             logits = self._batch_logits(tokens, hints, step)
             if logits is None:
                 return None, plain
@@ -154,7 +193,7 @@ class LearnedMerger(LTMMerger):
         """The state of every token: the whole batch shares one."""
         k = self.site.num_prefix
         if not self.training:
-            running = resample(self.running_logits, tokens.shape[1] - k)
+            running = _resample(self.running_logits, tokens.shape[1] - k)
             return None if step is None else running[None]
         logits, _ = kernels.weigh(tokens, hints.size, hints.carry, step, k)
         return None if logits is None else self._shared(logits)
@@ -167,7 +206,7 @@ class LearnedMerger(LTMMerger):
                 self.running_logits.lerp_(logits[0].to(self.running_logits.dtype), 0.1)
         return logits
 
-    def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None) -> Merge:
+    def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None, hints: Hints) -> Merge:
         """Softmax over the support: `A (m e^s) / A^T (m e^s)`."""
         k = self.site.num_prefix
         if len(supports) == 2:
@@ -179,18 +218,18 @@ class LearnedMerger(LTMMerger):
         k = self.site.num_prefix
         # Not of every image where all share their sizes: they may share the mask, too.
         size = token_size(tokens[:1], hints) if hints.size is None else hints.size.float()
-        mask = softmax_of(support, size[:, k:], logits[..., None])
-        return DenseMerge(mask=mask, share=shares(support), num_prefix=k)
+        mask = _softmax_of(support, size[:, k:], logits[..., None])
+        return DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
         """The paper's letter: the gradient of the whole mask, `Z V^T`, one row per token."""
-        step, k, config = self.step(hints), self.site.num_prefix, self.config
+        step, k, settings = self.step(hints), self.site.num_prefix, self.settings
         size = token_size(tokens, hints)[:, k:]
-        softmax = softmax_of if config.mask_form == "letter" else softmax_on
+        softmax = _softmax_of if settings.mask_form == "letter" else _softmax_on
         state = tokens.new_zeros(1, *support.shape, dtype=torch.float32)
         if hints.carry is not None:
             state = hints.carry[:, :, anchors(hints.carry.shape[2], hints.num_out)]
-        if step is not None and config.scope == "batch" and not self.training:
+        if step is not None and settings.scope == "batch" and not self.training:
             state = self.running_logits[None]
         elif step is not None:
             patches = step.looks_at(tokens[:, k:])
@@ -201,51 +240,58 @@ class LearnedMerger(LTMMerger):
             if step.gain is not None:
                 spread = change.flatten(1).std(dim=1, correction=0)[:, None, None]
                 change = step.gain * change / (spread + 1e-6)
-            state = (state - config.eta * change).clamp(-8, 8)
-            state = state if config.scope == "sample" else self._shared(state)
+            state = (state - step.eta * change).clamp(-8, 8)
+            state = state if settings.scope == "sample" else self._shared(state)
         mask = softmax(support, size, state)
-        merge = DenseMerge(mask=mask, share=shares(support), num_prefix=k)
+        merge = DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
         return Decision(merge=merge, carry=mask.mT @ state.expand_as(mask))
 
-    def fold_(self, decision: Decision, hints: Hints) -> None:
-        """Keep a decision that is the same for every image as constants."""
+    def frozen(self, decision: Decision | None, hints: Hints | None) -> Merger:
+        """A mask that is the same for every image as constants, or else its support."""
+        if self.active and self.settings.scope == "sample":
+            return ChosenMerger.of(self)
+        if decision is None or hints is None:
+            return super().frozen(decision, hints)
         merge = decision.merge
-        if self.active and self.config.scope == "sample":
-            self.choose_()
-            return
-        size = next(self.parameters()).new_ones(1, merge.num_in + merge.num_prefix)
-        size = size if hints.size is None else hints.size[:1]
-        if isinstance(merge, GridMerge):
-            constants = {**fold_grid(merge), "size_out": merge.sizes(size)}
-        else:
-            static = StaticMerge.fold(merge, size)
-            constants = {n: getattr(static, n) for n in ("matrix", "back", "size_out")}
-        for name, value in constants.items():
-            self.register_buffer(f"fixed_{name}", value.detach().clone())
-        for name in ("rows", "columns", "sequence", "informative"):
-            if hasattr(self, name):
-                setattr(self, name, None)
-        self.frozen = True
-        self.widen_()
+        ones = next(self.parameters()).new_ones(1, merge.num_in + merge.num_prefix)
+        return FrozenMerger.of(self.site, merge, ones if hints.size is None else hints.size[:1])
 
-    def expect_(self, saved: Mapping[str, Tensor]) -> None:
-        """Constants have the form that the weights at the time allowed."""
-        if not self.frozen:
-            return
-        for name in [name for name in self._buffers if name.startswith("fixed_")]:
-            delattr(self, name)
-        for name, value in saved.items():
-            if name.startswith("fixed_"):
-                self.register_buffer(name, torch.empty_like(value))
+    def frozen_as(self, saved: Mapping[str, Tensor]) -> Merger:
+        constants = FrozenMerger.saved_in(saved)
+        return FrozenMerger(self.site, constants) if constants else super().frozen_as(saved)
 
-    def widen_(self) -> None:
-        """Keep the matrix of a folded sequence as kernels read it too; it is not saved."""
-        if hasattr(self, "fixed_matrix"):
-            self.register_buffer("fixed_wide", kernels.widened(self.fixed_matrix), persistent=False)
+    def adopt_(self, other: Merger) -> None:
+        super().adopt_(other)
+        for name in ("rows", "columns", "sequence"):
+            mine, theirs = getattr(self, name, None), getattr(other, name, None)
+            if isinstance(mine, Axis) and isinstance(theirs, Axis):
+                mine.adopt_(theirs)
+
+
+class ChosenMerger(LearnedMerger):
+    """A learned support that is frozen: the weights alone depend on the image.
+
+    The supports are constants. They follow from the logits, which are saved.
+    """
+
+    chosen_rows: Tensor
+    chosen_columns: Tensor
+    chosen_sequence: Tensor
+    chosen_size_out: Tensor
+
+    @staticmethod
+    def of(learned: LearnedMerger) -> ChosenMerger:
+        """Freeze the support of a merger, and take over everything else."""
+        chosen = ChosenMerger.__new__(ChosenMerger)
+        held = {n: v.copy() if isinstance(v, dict) else v for n, v in vars(learned).items()}
+        vars(chosen).update(held)
+        chosen.statistics = None
+        chosen.choose_()
+        chosen.register_load_state_dict_post_hook(_follow_loaded)  # pyright: ignore[reportUnknownMemberType]
+        return chosen
 
     def choose_(self) -> None:
-        """Keep the supports as constants: who may join does not depend on the image any more."""
-        self.chosen = True
+        """Follow the logits."""
         site = self.site
         if site.grid_in is not None and site.grid_out is not None:
             supports = {
@@ -258,51 +304,26 @@ class LearnedMerger(LTMMerger):
         else:
             supports = {"sequence": self.sequence(site.num_in, site.num_out, 0.0)}
         for name, value in supports.items():
-            # They follow from the logits, which are saved.
             self.register_buffer(f"chosen_{name}", value.detach().clone(), persistent=False)
 
-    def _chosen_supports(self) -> tuple[Tensor, ...]:
-        names = ("sequence",) if self.site.grid_in is None else ("rows", "columns")
-        return tuple(getattr(self, f"chosen_{name}") for name in names)
+    def _supports(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
+        if not self.site.is_planned(num_in, hints.grid_in, hints.patches):
+            return super()._supports(num_in, hints)
+        if self.site.grid_in is None:
+            return (self.chosen_sequence,)
+        return self.chosen_rows, self.chosen_columns
 
-    def _with_sizes(self, merge: GridMerge, hints: Hints) -> GridMerge:
-        """The merge with the sizes that it leaves, where they are known beforehand."""
-        planned = self._is_planned(merge.num_in, hints.grid_in, hints.patches)
+    def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None, hints: Hints) -> Merge:
+        """With the sizes that it leaves, where they are known beforehand."""
+        merge = super()._masked(supports, weight, hints)
+        if not isinstance(merge, GridMerge) or hints.size is not None:
+            return merge
+        planned = self.site.is_planned(merge.num_in, hints.grid_in, hints.patches)
         return dataclasses.replace(merge, size_out=self.chosen_size_out) if planned else merge
 
-    def _folded(self) -> Merge:
-        k = self.site.num_prefix
-        if hasattr(self, "fixed_rows"):
-            weight = getattr(self, "fixed_weight", None)
-            return GridMerge(
-                rows=self.fixed_rows,
-                columns=self.fixed_columns,
-                weight=weight,
-                normalised=weight is None,
-                size_out=self.fixed_size_out,
-                num_prefix=k,
-            )
-        return StaticMerge(
-            matrix=self.fixed_matrix,
-            wide=self.fixed_wide,
-            back=self.fixed_back,
-            size_out=self.fixed_size_out,
-            num_prefix=k,
-        )
 
-    def adopt_(self, other: Merger) -> None:
-        super().adopt_(other)
-        for name in ("rows", "columns", "sequence"):
-            mine, theirs = getattr(self, name, None), getattr(other, name, None)
-            if isinstance(mine, Axis) and isinstance(theirs, Axis):
-                mine.adopt_(theirs)
-
-
-def _follow_loaded(merger: LearnedMerger, _keys: object) -> None:
-    """Supports follow the logits that were loaded, and what kernels read a folded matrix."""
-    if merger.chosen:
-        merger.choose_()
-    merger.widen_()
+def _follow_loaded(merger: ChosenMerger, _keys: object) -> None:
+    merger.choose_()
 
 
 def _check_token_space(site: Site) -> None:
@@ -314,3 +335,34 @@ def _check_token_space(site: Site) -> None:
         f"block {site.block} ({num_classes} classes x {tokens} tokens x {width} channels)",
         "use space='pooled'.",
     )
+
+
+def _dense(supports: tuple[Tensor, ...]) -> Float[Tensor, "n p"]:
+    """One support, or that of rows and columns, as a matrix over all tokens."""
+    if len(supports) == 1:
+        return supports[0]
+    return kronecker(supports[0], supports[1])
+
+
+def _shares(support: Float[Tensor, "n p"]) -> Float[Tensor, "1 n p"]:
+    """Where each token goes, its parts summing to one."""
+    return row_normalise(support)[None]
+
+
+def _softmax_on(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "b n p"]:
+    """`m M exp(G~)`, its columns normalised."""
+    mask = support * size[..., None] * state.exp()
+    return mask / mask.sum(dim=1, keepdim=True).clamp_min(1e-6)
+
+
+def _softmax_of(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "b n p"]:
+    """`m exp(G~ o M)`, its columns normalised."""
+    mask = size[..., None] * torch.exp(state * support)
+    return mask / mask.sum(dim=1, keepdim=True)
+
+
+def _resample(values: Float[Tensor, "n"], length: int) -> Float[Tensor, "n2"]:
+    """Values of a sequence, for one of another length."""
+    if len(values) == length:
+        return values
+    return torch.nn.functional.interpolate(values[None, None], length, mode="linear")[0, 0]

@@ -7,7 +7,8 @@ d features, a classes; `s` (logits) the state that the sites hand on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -15,14 +16,34 @@ from torch import Tensor, nn
 
 from ltm import kernels
 from ltm.core import clustering, mask_gradient
+from ltm.core.settings import settle
 from ltm.core.statistics import ClassStatistics
-from ltm.methods.base import Hints, Merger, Site, token_size
-
-if TYPE_CHECKING:
-    from ltm.methods.ltm.config import LTM
+from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 
 TABLE_LIMIT = 1 << 28
 """Bytes that what is known of the classes may take, a table at a block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Informative:
+    """Tokens weigh by the information-bottleneck step as well as by size."""
+
+    labels: Literal["soft", "true"] = "soft"
+    """Labels in the step: the network's own membership, or the true ones in training."""
+    step: Literal["standardised", "raw"] = "standardised"
+    """Standardise the step per image and scale it by a learned gain, or take it as it is."""
+    eta: float = 1.0
+    beta: float = 10.0
+    gain: float = 0.1
+    """Initial value of the learned gain."""
+    mlp: bool = False
+    """A zero-initialised residual layer on the tokens inside the mask module."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        for field in ("eta", "beta"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}: got {getattr(self, field)}; it must be positive.")
 
 
 class InformativeStep(nn.Module):
@@ -36,18 +57,18 @@ class InformativeStep(nn.Module):
     costs: Tensor
     offsets: Tensor
 
-    def __init__(self, site: Site, num_features: int, config: LTM) -> None:
+    def __init__(self, site: Site, num_features: int, settings: Informative) -> None:
         super().__init__()
-        self.config = config
+        self.settings = settings
         num_classes = site.num_classes
         self.register_buffer("centroids", torch.zeros(num_classes, num_features))
         self.register_buffer("present", torch.zeros(num_classes, dtype=torch.bool))
         # -log Q(a | y), transposed: soft labels times this are the costs psi.
         self.register_buffer("costs", torch.zeros(num_classes, num_classes))
         self.register_buffer("offsets", torch.zeros(num_classes), persistent=False)
-        standardised = config.step == "standardised"
-        self.gain = nn.Parameter(torch.full((1,), config.gain)) if standardised else None
-        self.mlp = nn.Linear(site.width, site.width) if config.mlp else None
+        standardised = settings.step == "standardised"
+        self.gain = nn.Parameter(torch.full((1,), settings.gain)) if standardised else None
+        self.mlp = nn.Linear(site.width, site.width) if settings.mlp else None
         if self.mlp is not None:
             nn.init.zeros_(self.mlp.weight)
             nn.init.zeros_(self.mlp.bias)
@@ -75,7 +96,7 @@ class InformativeStep(nn.Module):
         if self.costs.is_meta:
             return
         self.active = bool(self.costs.any())
-        offsets = mask_gradient.class_offsets(self.centroids, self.config.beta, self.present)
+        offsets = mask_gradient.class_offsets(self.centroids, self.settings.beta, self.present)
         self.offsets.copy_(offsets)
 
     def train(self, mode: bool = True) -> InformativeStep:
@@ -99,8 +120,8 @@ class InformativeStep(nn.Module):
             centroids=self.centroids,
             offsets=self.offsets,
             costs=self.costs,
-            beta=self.config.beta,
-            eta=self.config.eta,
+            beta=self.settings.beta,
+            eta=self.settings.eta,
             gain=self.gain,
             labels=labels,
             mapping=self.mlp,
@@ -110,17 +131,17 @@ class InformativeStep(nn.Module):
 class LTMMerger(Merger):
     """What both supports share: the informative step and its statistics."""
 
-    def __init__(self, site: Site, config: LTM) -> None:
+    def __init__(self, site: Site, weights: Informative | None) -> None:
         super().__init__(site)
-        self.config = config
+        self.weights = weights
         self.informative = self._new_step()
         self.statistics: ClassStatistics | None = None
 
     def _new_step(self) -> InformativeStep | None:
-        if self.config.weights != "informative" or self.site.num_classes < 1:
+        if self.weights is None or self.site.num_classes < 1:
             return None
         _check_classes(self.site)
-        return InformativeStep(self.site, self.feature_width(), self.config)
+        return InformativeStep(self.site, self.feature_width(), self.weights)
 
     def reset_classes_(self, num_classes: int) -> None:
         before, dropped = self.informative, self.informative is None and self.site.num_classes > 0
@@ -137,7 +158,8 @@ class LTMMerger(Merger):
 
     def true_labels(self, hints: Hints) -> Tensor | None:
         """True labels where the config asks for them and training knows them."""
-        return hints.labels if self.config.labels == "true" and self.training else None
+        asked = self.weights is not None and self.weights.labels == "true"
+        return hints.labels if asked and self.training else None
 
     def step(self, hints: Hints) -> kernels.Step | None:
         """The informative step on these images, where there is one."""
@@ -163,7 +185,7 @@ class LTMMerger(Merger):
         membership = None
         if bool(step.present.any()):
             membership = clustering.class_membership(
-                feature, step.centroids, self.config.beta, step.present
+                feature, step.centroids, step.settings.beta, step.present
             )
         self.statistics.update(feature, hints.labels, membership)
 
@@ -179,7 +201,7 @@ class LTMMerger(Merger):
         if step is None or not step.active:
             return None
         feature = self.feature(merged, token_size(merged, hints))
-        phi = clustering.class_membership(feature, step.centroids, self.config.beta, step.present)
+        phi = clustering.class_membership(feature, step.centroids, step.settings.beta, step.present)
         costs = step.costs.to(phi.dtype)
         per_image = costs[targets] if targets.ndim == 1 else targets.to(phi.dtype) @ costs
         return (phi * per_image).sum(dim=1).mean()
@@ -223,10 +245,17 @@ class LTMMerger(Merger):
         else:  # statistics are taken whole or not at all
             step.forget_()
 
-    def freeze_(self) -> None:
+    def frozen(self, decision: Decision | None, hints: Hints | None) -> Merger:
+        """Without sums, and without a step that has no statistics."""
         self.statistics = None
-        if self.informative is not None and not self.informative.active:
+        if not self.active:
             self.informative = None
+        return self
+
+    def frozen_as(self, saved: Mapping[str, Tensor]) -> Merger:
+        if self.informative is not None:
+            self.informative.active = any(name.startswith("informative.") for name in saved)
+        return self.frozen(None, None)
 
 
 def _check_classes(site: Site) -> None:
@@ -234,9 +263,9 @@ def _check_classes(site: Site) -> None:
     num_classes = site.num_classes
     require_room(
         num_classes**2,
-        f"weights: got 'informative'; its table of {num_classes} x {num_classes} classes",
+        f"weights: got Informative(); its table of {num_classes} x {num_classes} classes",
         f"block {site.block}",
-        "use weights='uniform', or give the network its own classes first.",
+        "use weights=None, or give the network its own classes first.",
     )
 
 

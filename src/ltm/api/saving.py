@@ -23,6 +23,8 @@ from ltm.core.cost import channels_of
 from ltm.core.patches import embed_by_product_
 from ltm.core.settings import plain
 from ltm.methods import config_from_dict
+from ltm.methods.base import Merger
+from ltm.methods.frozen import FrozenMerger
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -42,27 +44,52 @@ def freeze_(model: nn.Module) -> nn.Module:
     if not done.state.merging:
         raise ValueError("model: merging is off (merging_off); freeze_ it outside.")
     if not done.frozen:
-        _fold_(model)
+        _freeze_mergers_(model)
         macs_after = macs_of(model, done.image_size)
         set_conversion(model, dataclasses.replace(done, frozen=True, macs_after=macs_after))
     return model
 
 
-@torch.no_grad()
-def _fold_(model: nn.Module) -> None:
-    """All of `freeze_` but its counting."""
+def _freeze_mergers_(model: nn.Module) -> None:
+    """Put frozen mergers in their places, as they decide on an empty image."""
     done, parameter = conversion_of(model), next(model.parameters())
     images = parameter.new_zeros(1, channels_of(model), *done.image_size)
     model.eval()
     with watching(model) as records:
         model(images)
-    for record in records:
-        if record.merger is not None and record.decision is not None:
-            record.merger.fold_(record.decision, record.hints)
-    for _, merger in mergers(model):
-        merger.freeze_()
-        merger.requires_grad_(False)
+    known = {id(record.merger): record for record in records if record.decision is not None}
+    for path, merger in list(mergers(model)):
+        record = known.get(id(merger))
+        if record is None:
+            _replace_(model, path, merger.frozen(None, None))
+        else:
+            _replace_(model, path, merger.frozen(record.decision, record.hints))
     embed_by_product_(model)
+
+
+@torch.no_grad()
+def freeze_as_(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put mergers in their places like those of a frozen model; the weights to load into it.
+
+    Version 0.1.0 saved running means beside the constants that were made of them: they are left.
+    """
+    left = dict(weights)
+    for path, merger in list(mergers(model)):
+        start = f"{path}."
+        saved = {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
+        frozen = merger.frozen_as(saved)
+        _replace_(model, path, frozen)
+        if isinstance(frozen, FrozenMerger):
+            for name in saved.keys() - frozen.state_dict().keys():
+                del left[f"{start}{name}"]
+    return left
+
+
+def _replace_(model: nn.Module, path: str, merger: Merger) -> None:
+    parent, _, name = path.rpartition(".")
+    device = next(model.parameters()).device
+    merger.to(device).eval().requires_grad_(False)
+    setattr(model.get_submodule(parent), name, merger)
 
 
 def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | None = None) -> Path:
@@ -114,7 +141,7 @@ def _require_whole(model: nn.Module) -> None:
 
 
 def write_weights(model: nn.Module, folder: Path) -> None:
-    """Write what a model has learned, for everybody to read: safetensors lets its owner alone."""
+    """Write what a model has learned, for everybody to read; safetensors' files are owner-only."""
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(0o644)
@@ -158,12 +185,14 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
         for (_, merger), active in zip(mergers(model), known["active"], strict=True):
             if active:
                 merger.activate_()
+        weights = load_file(folder / WEIGHTS)
         if known["frozen"]:
-            _fold_(model)
+            weights = freeze_as_(model, weights)
+            embed_by_product_(model)
             macs = int(known["macs_after"])
             done = dataclasses.replace(conversion_of(model), frozen=True, macs_after=macs)
             set_conversion(model, done)
-        _load_weights_(model, folder)
+        _load_weights_(model, weights, folder)
         _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))
     return model.eval()
 
@@ -269,18 +298,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def make_room_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Let the mergers of a frozen model have the constants that a file has."""
-    for path, merger in mergers(model):
-        start = f"{path}."
-        merger.expect_(
-            {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
-        )
-
-
-def _load_weights_(model: nn.Module, folder: Path) -> None:
-    weights = load_file(folder / WEIGHTS)
-    make_room_(model, weights)
+def _load_weights_(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
     own = model.state_dict()
     for name in sorted(own.keys() | weights.keys()):
         theirs = tuple(weights[name].shape) if name in weights else "nothing"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor
@@ -10,12 +12,10 @@ from torch import Tensor
 from ltm import kernels
 from ltm.core.matching import merge_in_order
 from ltm.core.merge import MatchedMerge
+from ltm.core.settings import settle
 from ltm.kernels.matching import match_unimportant
 from ltm.methods.base import Decision, Hints, Site, token_size
-from ltm.methods.ltm.step import LTMMerger
-
-if TYPE_CHECKING:
-    from ltm.methods.ltm.config import LTM
+from ltm.methods.ltm.step import Informative, LTMMerger
 
 Operator = Literal["merge", "norm", "prune_redundant", "prune_unimportant", "none"]
 """What happens to the tokens that leave a site:
@@ -30,14 +30,56 @@ none: nothing leaves.
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """A support found per image: redundant tokens join, informative ones are protected."""
+
+    matching: Literal["free", "alternate"] = "free"
+    """Any token may join any other, or only even-indexed tokens odd-indexed ones: a quarter of the
+    comparisons."""
+    protection: float = 1.0
+    """How strongly informative tokens are kept from leaving: the power of the attention they
+    receive."""
+    attended: float = 0.5
+    """How much attention counts in the mean of matched tokens, at sites that protect: the power of
+    what each of a token's patches receives; 0 counts patches alone."""
+    size_power: float = 0.9
+    """The power of a token's size that the attention counts after a matching on sequences; a little
+    less than 1 stays closer to the original network."""
+    keep_norm: bool = True
+    """Matched tokens keep the largest norm of their group."""
+    operators: tuple[Operator, ...] | None = None
+    """What each site does with the tokens that leave it, in place of `keep_norm`: "merge", "norm",
+    "prune_redundant", "prune_unimportant" or "none"."""
+    protections: tuple[float, ...] | None = None
+    """The protection of each site, in place of `protection`."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        powers = [("protection", p) for p in (self.protection, *(self.protections or ()))]
+        powers += [("attended", self.attended), ("size_power", self.size_power)]
+        for field, power in powers:
+            if not 0 <= power < math.inf:
+                raise ValueError(f"{field}: got {power}; it must not be negative.")
+        if self.size_power == 0:
+            raise ValueError("size_power: got 0; proportional_attention=False ignores sizes.")
+
+
 class MatchingMerger(LTMMerger):
     """Per image, the tokens whose merge does least harm leave."""
 
-    def __init__(self, site: Site, config: LTM) -> None:
-        super().__init__(site, config)
-        self.operator = config.operator_at(site.block)
-        self.prunes, self.keeps_norm = self.operator.startswith("prune"), self.operator == "norm"
-        self.protection = config.protection_at(site.block)
+    def __init__(
+        self,
+        site: Site,
+        settings: Matched,
+        weights: Informative | None,
+        *,
+        operator: Operator,
+        protection: float,
+    ) -> None:
+        super().__init__(site, weights)
+        self.settings, self.operator, self.protection = settings, operator, protection
+        self.prunes, self.keeps_norm = operator.startswith("prune"), operator == "norm"
         if self.operator == "none":
             raise ValueError(
                 f"operators: got 'none' for block {site.block}, where {site.num_in} tokens are to "
@@ -72,18 +114,16 @@ class MatchingMerger(LTMMerger):
             num_leaving=tokens.shape[1] - k - hints.num_out,
             num_prefix=k,
             protection=self.protection,
-            attended=self.config.attended,
+            attended=self.settings.attended,
             prune=self.prunes,
-            alternate=self.config.matching == "alternate",
+            alternate=self.settings.matching == "alternate",
         )
 
 
 class UnimportantMerger(MatchingMerger):
     """Per image, the tokens that receive least attention are dropped."""
 
-    def __init__(self, site: Site, config: LTM) -> None:
-        super().__init__(site, config)
-        self.needs = frozenset({"importance"})
+    needs = frozenset({"importance"})
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         k = self.site.num_prefix

@@ -1,0 +1,122 @@
+"""A frozen merger: a decision that is the same for every image, kept as constants.
+
+Letters: n patch tokens, p merged tokens, h and w the sides of a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ltm import kernels
+from ltm.core.merge import GridMerge, Merge, StaticMerge
+from ltm.core.schedule import Grid
+from ltm.methods.base import Decision, Hints, Merger, Site
+
+
+class FrozenMerger(Merger):
+    """One matrix on sequences, prefix included; two factors on grids."""
+
+    PREFIX: ClassVar[str] = "fixed_"
+    """Of the constants in a state dict."""
+
+    fixed_matrix: Tensor
+    fixed_back: Tensor
+    fixed_wide: Tensor
+    """The matrix as kernels read it; it is not saved."""
+    fixed_rows: Tensor
+    fixed_columns: Tensor
+    fixed_weight: Tensor | None
+    fixed_size_out: Tensor
+
+    def __init__(self, site: Site, constants: Mapping[str, Tensor]) -> None:
+        super().__init__(site)
+        self.keeps_grid = site.grid_in is not None
+        self.separable = "rows" in constants
+        self.register_buffer("fixed_weight", None)
+        for name, value in constants.items():
+            self.register_buffer(f"{self.PREFIX}{name}", value.detach().clone())
+        self.widen_()
+        self.register_load_state_dict_post_hook(_widen)  # pyright: ignore[reportUnknownMemberType]
+
+    @staticmethod
+    def of(site: Site, merge: Merge, size: Float[Tensor, "1 kn"]) -> FrozenMerger:
+        """Keep a merge; `size` are the sizes of the tokens before it."""
+        if isinstance(merge, GridMerge):
+            return FrozenMerger(site, {**_factors(merge), "size_out": merge.sizes(size)})
+        static = StaticMerge.fold(merge, size)
+        names = ("matrix", "back", "size_out")
+        return FrozenMerger(site, {name: getattr(static, name) for name in names})
+
+    @staticmethod
+    def saved_in(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The constants among the tensors of a merger; none where it was not folded."""
+        prefix = FrozenMerger.PREFIX
+        return {n.removeprefix(prefix): v for n, v in saved.items() if n.startswith(prefix)}
+
+    def frozen_as(self, saved: Mapping[str, Tensor]) -> Merger:
+        constants = self.saved_in(saved)
+        return FrozenMerger(self.site, constants) if constants else self
+
+    def widen_(self) -> None:
+        """Follow the matrix of a sequence."""
+        if not self.separable:
+            self.register_buffer("fixed_wide", kernels.widened(self.fixed_matrix), persistent=False)
+
+    def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        return Decision(merge=self._merge())
+
+    def _merge(self) -> Merge:
+        k = self.site.num_prefix
+        if self.separable:
+            return GridMerge(
+                rows=self.fixed_rows,
+                columns=self.fixed_columns,
+                weight=self.fixed_weight,
+                normalised=self.fixed_weight is None,
+                size_out=self.fixed_size_out,
+                num_prefix=k,
+            )
+        return StaticMerge(
+            matrix=self.fixed_matrix,
+            wide=self.fixed_wide,
+            back=self.fixed_back,
+            size_out=self.fixed_size_out,
+            num_prefix=k,
+        )
+
+    def require_planned(
+        self, num_in: int, grid_in: Grid | None, patches: Grid | None = None
+    ) -> None:
+        site = self.site
+        if site.is_planned(num_in, grid_in, patches):
+            return
+        kind, pairs = "tokens", ((site.grid_in, site.num_in), (grid_in, num_in))
+        if num_in == site.num_in and grid_in is None:
+            kind, pairs = "patches", ((site.grid, num_in), (patches, num_in))
+        made, found = (str(n) if grid is None else f"{grid[0]} x {grid[1]}" for grid, n in pairs)
+        raise ValueError(
+            f"the mask of block {site.block} is frozen for {made} {kind}, and {found} came in; "
+            "convert for images of this size before freeze_."
+        )
+
+
+def _widen(merger: FrozenMerger, _keys: object) -> None:
+    merger.widen_()
+
+
+def _factors(merge: GridMerge) -> dict[str, Tensor]:
+    """Two normalised factors; a weight that is a product over the sides goes into them."""
+    h, w = merge.grid_in
+    table = merge.rows.new_ones(h, w) if merge.weight is None else merge.weight[0].reshape(h, w)
+    row_weight, column_weight = table.sum(1), table.sum(0)
+    outer = row_weight[:, None] * column_weight / table.sum()
+    if not torch.allclose(outer, table, rtol=1e-4, atol=1e-5):
+        return {"rows": merge.rows, "columns": merge.columns, "weight": table.reshape(1, -1)}
+    factors = (merge.rows * row_weight[:, None], merge.columns * column_weight[:, None])
+    rows, columns = (factor / factor.sum(0, keepdim=True) for factor in factors)
+    return {"rows": rows, "columns": columns}
