@@ -310,6 +310,11 @@ def _of_today(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(found, dict):
             options += [f"{name}={found.pop(name)}" for name in names if name in found]
     merge = groups.get("merge")
-    if options and isinstance(merge, dict) and merge.get("method") == "ltmp":
-        merge["method_options"] = [*merge.get("method_options", ()), *options]
+    if options and isinstance(merge, dict):
+        from ltm.methods import methods  # noqa: PLC0415 - settings are read without torch
+
+        method = methods().get(str(merge.get("method")))
+        known = () if method is None else method.settings_types()
+        own = [option for option in options if option.partition("=")[0] in known]
+        merge["method_options"] = [*merge.get("method_options", ()), *own]
     return groups
