@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ltm.api import conversion_of, freeze_, merge_tokens_, mergers, merging_network
-from ltm.api.deployment import CONFIG, WEIGHTS, write_weights
+from ltm.api.saving import CONFIG, WEIGHTS, freeze_as_, write_weights
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
 from ltm.detection.pyramid import Pyramid
 from ltm.detection.settings import Task
