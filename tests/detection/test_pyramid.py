@@ -12,7 +12,7 @@ from torch import nn
 import ltm
 from ltm.api import merging_network
 from ltm.detection.pyramid import Pyramid, build_pyramid, size_arguments
-from ltm.methods import LTM, ToMe
+from ltm.methods import LTM, Learned, ToMe
 
 pytestmark = pytest.mark.slow
 
