@@ -208,7 +208,7 @@ LEARNERS = [
 @pytest.mark.parametrize("settings", LEARNERS, ids=str)
 def test_gradients_reach_every_mask_parameter_and_nothing_frozen_moves(settings, name):
     model, images = toy(name), pictures(name, batch=4)
-    ltm.merge_tokens_(model, ltm.LTM(per_block=0.5, **settings), size_of(name))
+    ltm.merge_tokens_(model, ltm.LTM.from_settings({"per_block": 0.5, **settings}), size_of(name))
     labels = torch.arange(4)
     collect_statistics_(model, [(images, labels)])
     learnable = set()
@@ -240,8 +240,9 @@ def test_gradients_reach_every_mask_parameter_and_nothing_frozen_moves(settings,
 @torch.no_grad()
 def test_the_mask_of_a_batch_is_a_running_mean_in_evaluation(space):
     model, images = toy("vit"), pictures("vit", batch=4)
-    settings = {"support": "learned", "scope": "batch", "space": space, "gain": 1.0}
-    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, sites=(2,), **settings))
+    support, weights = ltm.Learned(scope="batch", space=space), ltm.Informative(gain=1.0)
+    config = ltm.LTM(per_block=0.6, sites=(2,), support=support, weights=weights)
+    ltm.merge_tokens_(model, config)
     collect_statistics_(model, [(images, torch.arange(4))])
     before = model(images)
     for mode in [True] * 20 + [False]:

@@ -175,7 +175,8 @@ def test_a_new_classifier_is_counted_and_comes_back_from_a_file(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "support"), [("vit", None), ("vit", "learned"), ("swin", None), ("mobilevit", None)]
+    ("name", "support"),
+    [("vit", None), ("vit", ltm.Learned()), ("swin", None), ("mobilevit", None)],
 )
 def test_a_new_classifier_of_a_frozen_model(name, support, tmp_path):
     model, images = toy(name), pictures(name)
@@ -502,7 +503,7 @@ def test_bad_settings():
         (lambda: ltm.ToMe(ratio=0.5, per_block=0.5), "one of"),
         (lambda: ltm.LTM(weights=ltm.Informative(beta=-1)), "beta"),
         (lambda: ltm.LTM(weights=ltm.Informative(eta=0)), "eta"),
-        (lambda: ltm.LTM(support=ltm.Learned(space="token")), "learned"),
+        (lambda: ltm.LTM.from_settings({"support": "matching", "space": "token"}), "learned"),
         (lambda: ltm.ToFu(switch=2), "switch"),
         (lambda: ltm.LTMP(temperature=0), "temperature"),
     ]:
