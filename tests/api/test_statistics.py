@@ -116,7 +116,7 @@ def test_a_layer_in_the_mask_module_has_the_width_of_a_token(name):
 @pytest.mark.parametrize("settings", [{"mlp": True}, {"scope": "batch"}])
 def test_hosts_in_half_precision_have_mask_modules(settings):
     model, images = toy("vit").bfloat16(), pictures("vit").bfloat16()
-    ltm.merge_tokens_(model, ltm.LTM(per_block=0.8, **settings))
+    ltm.merge_tokens_(model, ltm.LTM.from_settings({"per_block": 0.8, **settings}))
     ltm.collect_statistics_(model, [images])
     model.bfloat16().train()
     assert model(images).isfinite().all()
