@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
-from ltm.api.deployment import saved_folder
+from ltm.api.saving import saved_folder
 from ltm.data.loading import build_loader
 from ltm.detection.coco import collate_detection, open_detection
 from ltm.detection.cost import DetectorCost, detector_cost
