@@ -112,7 +112,7 @@ def read_words(
 
 def _assignments(word: str, owner: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
-    for part in _split(word, ","):
+    for part in filter(str.strip, _split(word, ",")):  # a comma at the end adds none
         name, equals, text = (piece.strip() for piece in part.partition("="))
         if equals and name.isidentifier():
             found.append((name, text))

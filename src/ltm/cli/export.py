@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ltm.cli.commands import Flat
+from ltm.cli.commands import Flat, say
 from ltm.deployment.settings import ExportSettings
 from ltm.files import check_folder
 from ltm.models import ModelSource
@@ -34,6 +34,6 @@ def export(
 
     from ltm.deployment import export as exporting
 
-    result = exporting.export(source, output, settings)
+    result = exporting.export(source, output, settings, say=say)
     result.save()
     print(result)

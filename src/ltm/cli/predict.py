@@ -47,7 +47,7 @@ def predict(
 
     from ltm.deployment import prediction
 
-    found = prediction.predict(source if onnx is None else onnx, inputs, settings)
+    found = prediction.predict(source if onnx is None else onnx, inputs, settings, say=_say)
     if output is None:
         found.write(sys.stdout, form)
     else:
@@ -57,6 +57,11 @@ def predict(
     if found.num_unreadable:
         unread = f"{found.num_unreadable} of {found.num_images} images could not be read"
         print(unread, file=sys.stderr)
+
+
+def _say(line: str) -> None:
+    """Predictions go to standard output, so this goes elsewhere."""
+    print(line, file=sys.stderr)
 
 
 def _check_onnx_alone(onnx: Path, source: ModelSource) -> None:

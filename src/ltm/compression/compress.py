@@ -37,9 +37,9 @@ from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
 from ltm.evaluation.environment import describe
-from ltm.evaluation.evaluate import aligned
 from ltm.evaluation.images import Partition, expected_images, load_batches, part_images
 from ltm.evaluation.latency import BASE
+from ltm.evaluation.records import text_table
 from ltm.files import write_metrics
 from ltm.methods import MethodConfig
 from ltm.models import (
@@ -107,7 +107,7 @@ class CompressResult:
     def __repr__(self) -> str:
         comparison = self.comparison
         sentences = [f"- {sentence}" for sentence in verdicts(comparison)]
-        return "\n".join([comparison.title, "", aligned(table_of(comparison)), "", *sentences])
+        return "\n".join([comparison.title, "", text_table(table_of(comparison)), "", *sentences])
 
 
 def compress(

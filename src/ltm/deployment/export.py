@@ -51,11 +51,13 @@ from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.files import write_metrics
 from ltm.models import (
     ModelSource,
+    Say,
     changed,
     check_classes,
     method_config,
     num_classes_of,
     open_model,
+    silent,
     source_of,
 )
 from ltm.progress import Progress
@@ -156,6 +158,8 @@ def export(
     model: nn.Module | str | Path | ModelSource,
     folder: Path | str,
     settings: ExportSettings = ExportSettings(),
+    *,
+    say: Say = silent,
     **changes: Any,
 ) -> ExportResult:
     """Write a network as files that other programs run, and that provably say the same.
@@ -164,6 +168,7 @@ def export(
         model: a network, a saved folder, a timm name, or a `ModelSource`.
         folder: where the files go.
         settings: what to write, and on which images to prove it.
+        say: told what is done, line by line.
         changes: fields of the settings to change, such as `formats=("onnx", "program")`.
     """
     settings, folder = changed(settings, changes), Path(folder)
@@ -171,7 +176,7 @@ def export(
     if settings.int8 and settings.data == "shapes" and source is not None and source.weights:
         raise ValueError("data: int8 needs images of the network's own kind; give --data")
     config = None if settings.method is None else method_config(settings.method, settings.ratio)
-    network = open_model(model, merges=config is not None)
+    network = open_model(model, merges=config is not None, say=say)
     if config is not None:
         if is_merging(network):
             raise ValueError("method: a saved run merges already; leave --method out")

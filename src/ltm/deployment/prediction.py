@@ -34,7 +34,7 @@ from ltm.deployment.information import (
 )
 from ltm.deployment.settings import LineFormat, PredictSettings
 from ltm.files import write_metrics
-from ltm.models import ModelSource, changed, open_model, refuse_given, source_of
+from ltm.models import ModelSource, Say, changed, open_model, refuse_given, silent, source_of
 from ltm.progress import Progress
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def predict(
     model: nn.Module | str | Path | ModelSource | ImageModel,
     images: str | Path | Iterable[str | Path],
     settings: PredictSettings = PredictSettings(),
+    *,
+    say: Say = silent,
     **changes: Any,
 ) -> Predictions:
     """Predict images: classes, or boxes where the model is a saved detector.
@@ -112,6 +114,7 @@ def predict(
         images: images, folders (sorted by path), text files of paths (.txt), and - for paths from
             standard input.
         settings: how images are prepared, and what is said about them.
+        say: told what is done, line by line.
         changes: fields of the settings to change, such as `top=1`.
     """
     settings = changed(settings, changes)
@@ -119,11 +122,13 @@ def predict(
     if not inputs:
         raise ValueError("inputs: give images, folders, a list of paths, or - for standard input")
     check_inputs(inputs)
-    return Predictions(open_predictor(model, settings), inputs, settings, sys.stdin)
+    return Predictions(open_predictor(model, settings, say), inputs, settings, sys.stdin)
 
 
 def open_predictor(
-    model: nn.Module | str | Path | ModelSource | ImageModel, settings: PredictSettings
+    model: nn.Module | str | Path | ModelSource | ImageModel,
+    settings: PredictSettings,
+    say: Say = silent,
 ) -> ImageModel:
     """Whatever predicts: found by its type, the ending of its name, or a saved folder's config."""
     if isinstance(model, ImageModel):
@@ -141,7 +146,7 @@ def open_predictor(
         return Detector(load_detector(detector), settings.threshold)
     if source is not None and run is None and source.model is None:
         raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
-    network: Any = open_model(model)
+    network: Any = open_model(model, say=say)
     if not getattr(network, "num_classes", 0):
         raise ValueError("model: it has no classes to predict; take one with a head")
     known = describe(network, class_names=None if run is None else saved_class_names(run))

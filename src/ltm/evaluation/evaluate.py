@@ -27,6 +27,7 @@ from ltm.evaluation.cost import measured_gmacs, num_parameters
 from ltm.evaluation.environment import describe
 from ltm.evaluation.images import load_batches, open_images, sample_images
 from ltm.evaluation.latency import BASE
+from ltm.evaluation.records import text_table
 from ltm.evaluation.settings import EvaluateSettings
 from ltm.files import write_metrics
 from ltm.models import (
@@ -72,10 +73,10 @@ class EvaluateResult:
         table = [["", *rows]]
         table += [[label, *(cell(row, rows[BASE]) for row in rows.values())]
                   for label, cell in _LINES.items()]  # fmt: skip
-        parts = [title, aligned(table)]
+        parts = [title, text_table(table)]
         sites = _sites(rows)
         if len(sites) > 1:
-            parts += ["", "IB loss / bound by block, in nats", aligned(sites)]
+            parts += ["", "IB loss / bound by block, in nats", text_table(sites)]
         if self.interrupted:
             parts.append("Interrupted: these numbers are of the images seen so far.")
         return "\n".join(parts)
@@ -207,19 +208,6 @@ def _rows(
             },
         }
     return rows
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _per_cent(value: float | None, sign: str = "") -> str:

@@ -218,9 +218,14 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as plain text in columns, the first row being the header."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    """Rows as plain text in columns, the first to the left; the first row is the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
         for row in rows
     )
