@@ -8,5 +8,6 @@ from ltm.adapters import vit as vit
 
 # isort: on
 from ltm.adapters.base import Adapter, Conversion, adapter_of, adapters, select_adapter
+from ltm.adapters.grids import shrunk_maps
 
-__all__ = ["Adapter", "Conversion", "adapter_of", "adapters", "select_adapter"]
+__all__ = ["Adapter", "Conversion", "adapter_of", "adapters", "select_adapter", "shrunk_maps"]

@@ -174,6 +174,10 @@ class Adapter(ABC):
     family: ClassVar[str]
     covers: ClassVar[str]
     """For error messages: what this family accepts."""
+    is_sequence: ClassVar[bool] = False
+    """Its tokens are one sequence from the first block to the last: a schedule can be searched."""
+    shrinks_maps: ClassVar[bool] = False
+    """Dense tasks lose precision where merged tokens shrink its maps; restored ones do not."""
 
     @abstractmethod
     def finds(self, model: nn.Module) -> bool:
@@ -200,6 +204,10 @@ class Adapter(ABC):
     @abstractmethod
     def revert_(self, model: nn.Module) -> None:
         """Undo `convert_`."""
+
+    def host_arguments(self, model: nn.Module) -> dict[str, Any]:
+        """Arguments with which timm makes the network again, besides those of all networks."""
+        return {}
 
     @contextmanager
     def pausing(self, model: nn.Module) -> Iterator[None]:
@@ -346,6 +354,11 @@ def register(adapter: type[Adapter]) -> type[Adapter]:
     """Make a family known. Families that contain another's blocks are registered before it."""
     _ADAPTERS.append(adapter())
     return adapter
+
+
+def unregister(adapter: type[Adapter]) -> None:
+    """Undo `register`."""
+    _ADAPTERS[:] = [known for known in _ADAPTERS if type(known) is not adapter]
 
 
 def adapters() -> tuple[Adapter, ...]:

@@ -143,6 +143,18 @@ class MergingFeatures(FeatureListNet):
         return restore_maps(maps, (x.shape[-2], x.shape[-1]), reductions, channels_last=last)
 
 
+def shrunk_maps(network: nn.Module, x: Tensor) -> list[Tensor]:
+    """The maps of a converted grid network before they are resampled to their strides."""
+    if isinstance(network, FeatureListNet):
+        return FeatureListNet.forward(network, x)
+    inner = getattr(network, "model", None)
+    if isinstance(inner, MergingGridModel):
+        host = cast("Any", super(MergingGridModel, inner))
+        places = cast("Any", network).out_indices
+        return host.forward_intermediates(x, indices=places, intermediates_only=True)
+    return network(x)
+
+
 def classes_of(model: nn.Module, hosts: dict[type, type]) -> int:
     """The classes of a network, also inside another module; feature extractors have none."""
     found = (module for module in model.modules() if isinstance(module, tuple(hosts)))

@@ -190,6 +190,7 @@ class MobileViTAdapter(Adapter):
     """timm's MobileViT (version 1), whole or as a feature extractor."""
 
     family: ClassVar[str] = "mobilevit"
+    shrinks_maps: ClassVar[bool] = True
     covers: ClassVar[str] = "MobileViT (timm mobilevit_xxs, mobilevit_xs, mobilevit_s)"
 
     def finds(self, model: nn.Module) -> bool:

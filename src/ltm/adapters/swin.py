@@ -268,6 +268,12 @@ class SwinAdapter(Adapter):
             _convert_block_(block, config, slot, grid)
         convert_model_(model, state, _CLASSES)
 
+    def host_arguments(self, model: nn.Module) -> dict[str, Any]:
+        """Resizing gives it other windows."""
+        if not isinstance(model, SwinTransformer):
+            return {}
+        return {"window_size": list(swin_blocks(model)[0][1].window_size)}
+
     def units(self, model: nn.Module) -> list[nn.Module]:
         return [block for _, block in swin_blocks(model)]
 

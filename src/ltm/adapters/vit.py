@@ -158,6 +158,7 @@ class ViTAdapter(Adapter):
     """timm's `VisionTransformer` with plain pre-norm blocks."""
 
     family: ClassVar[str] = "vit"
+    is_sequence: ClassVar[bool] = True
     covers: ClassVar[str] = "ViT, DeiT, DeiT-III (timm VisionTransformer with plain blocks)"
 
     def finds(self, model: nn.Module) -> bool:

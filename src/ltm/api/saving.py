@@ -12,9 +12,9 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet
-from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 
+from ltm.adapters import adapter_of
 from ltm.adapters.conversion import all_or_nothing, macs_of
 from ltm.api.conversion import conversion_of, merge_tokens_, mergers, set_conversion, token_counts
 from ltm.api.fingerprint import fingerprint
@@ -240,8 +240,7 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
         arguments["in_chans"] = channels
     if getattr(host, "dynamic_img_size", False):
         arguments["dynamic_img_size"] = True
-    if isinstance(model, SwinTransformer):  # resizing gives it other windows
-        arguments["window_size"] = list(host.layers[0].blocks[0].window_size)
+    arguments |= adapter_of(conversion_of(model).family).host_arguments(model)
     if isinstance(getattr(host, "global_pool", None), str) and known:
         arguments["global_pool"] = host.global_pool
     made_with: dict[str, Any] = getattr(host, _MADE_WITH, {})

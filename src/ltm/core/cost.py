@@ -7,13 +7,12 @@ import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-_PATCHING = threading.RLock()
+_REPLACING = threading.RLock()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -53,16 +52,26 @@ def run_on_meta(meta_model: nn.Module, inputs: Any) -> Any:
 @contextmanager
 def running_on_meta(meta_model: nn.Module) -> Generator[None, None, None]:
     """Whatever is called of the model inside is called for its shapes alone."""
-    autocast = patch.object(torch, "autocast", _autocast)
-    with _PATCHING, autocast, evaluating(meta_model), torch.no_grad():
+    with _without_autocast_on_meta(), evaluating(meta_model), torch.no_grad():
         yield
 
 
-def _autocast(device_type: str, *args: Any, **options: Any) -> AbstractContextManager[object]:
+@contextmanager
+def _without_autocast_on_meta() -> Generator[None, None, None]:
     """Before 1.0.30 timm enters autocast on the device of its tensors, and `meta` has none."""
-    if device_type == "meta":
-        return nullcontext()
-    return torch.amp.autocast(device_type, *args, **options)
+
+    def autocast(device_type: str, *args: Any, **options: Any) -> AbstractContextManager[object]:
+        own = nullcontext() if device_type == "meta" else None
+        return own or torch.amp.autocast(device_type, *args, **options)
+
+    with _REPLACING:
+        module: Any = torch
+        before = module.autocast
+        module.autocast = autocast
+        try:
+            yield
+        finally:
+            module.autocast = before
 
 
 def meta_images(model: nn.Module, image_size: tuple[int, int]) -> Tensor:

@@ -14,11 +14,10 @@ import timm
 import torch.nn.functional as F
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerNorm2d
-from timm.models._features import FeatureGetterNet, FeatureListNet
+from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 
-from ltm.adapters import select_adapter
-from ltm.adapters.grids import MergingGridModel
+from ltm.adapters import select_adapter, shrunk_maps
 from ltm.api import image_size_of, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.methods import MethodConfig
@@ -96,7 +95,7 @@ class Pyramid(nn.Module):
         size = (x.shape[-2], x.shape[-1])
         padded = self._padded(size)
         x = F.pad(x, (0, padded[1] - size[1], 0, padded[0] - size[0]))
-        maps = self.network(x) if self.restore else _shrunk_maps(self.network, x)
+        maps = self.network(x) if self.restore else shrunk_maps(self.network, x)
         maps = [_channels_first(self.network, maps[place]) for place in self.places]
         if self.necks is not None:
             maps = [neck(maps[-1]) for neck in self.necks]
@@ -176,7 +175,7 @@ def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size
     matching cannot meet.
     """
     restoring = merging.for_feature_maps()
-    if restoring != merging and select_adapter(network).family == "mobilevit":
+    if restoring != merging and select_adapter(network).shrinks_maps:
         with suppress(ValueError):
             merge_tokens_(network, restoring, image_size)
             return
@@ -266,18 +265,6 @@ def _patch_size(network: nn.Module) -> int:
             sides = size if isinstance(size, tuple) else (size, size)
             return math.lcm(*sides)
     return 1
-
-
-def _shrunk_maps(network: nn.Module, x: Tensor) -> list[Tensor]:
-    """The maps of a converted grid network before they are resampled to their strides."""
-    if isinstance(network, FeatureListNet):
-        return FeatureListNet.forward(network, x)
-    inner = getattr(network, "model", None)
-    if isinstance(inner, MergingGridModel):
-        host = cast("Any", super(MergingGridModel, inner))
-        places = cast("Any", network).out_indices
-        return host.forward_intermediates(x, indices=places, intermediates_only=True)
-    return network(x)
 
 
 def _channels_first(network: nn.Module, feature: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""How many files of ours a reader has to follow: those that run in a block, a conversion, a verb.
+
+The numbers are a measure of the design; ARCHITECTURE.md quotes them.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import ltm
+from toys import pictures, toy
+
+ROOT = Path(ltm.__file__).parent
+MOST = {"block": 10, "merge_tokens_": 16, "compress": 60}
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+
+def files_crossed(run: Callable[[], Any]) -> list[str]:
+    """The files under src/ltm whose functions run; importing a module is no hop."""
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name not in ("<module>", "__init_subclass__"):
+            file = Path(code.co_filename)
+            with suppress(ValueError):
+                found.add(str(file.relative_to(ROOT)))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return sorted(found)
+
+
+def assert_few(what: str, run: Callable[[], Any]) -> None:
+    run()  # what is imported and cached at first use is no hop
+    found = files_crossed(run)
+    print(f"{what}: {len(found)} files: {', '.join(found)}")
+    assert found
+    assert len(found) <= MOST[what], found
+
+
+@torch.no_grad()
+def test_one_merging_block() -> None:
+    model, images = toy("vit"), pictures("vit")
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.7))
+    model(images)
+    block = next(b for b in model.blocks[1:] if b.merger is not None)
+    x = torch.randn(2, block.merger.site.num_in + 1, 32)
+    assert_few("block", lambda: block(x))
+
+
+def test_a_conversion() -> None:
+    def convert() -> None:
+        ltm.merge_tokens_(toy("vit"), ltm.LTM(ratio=0.7))
+
+    assert_few("merge_tokens_", convert)
