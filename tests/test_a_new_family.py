@@ -52,7 +52,9 @@ class RibbonBlock(nn.Module):
         super().__init__()
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = RibbonAttention(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before(x))
@@ -110,11 +112,9 @@ class MergingRibbon(Ribbon):
 
 class RibbonAdapter(Adapter):
     family: ClassVar[str] = "ribbon"
+    hosts: ClassVar[tuple[type[nn.Module], ...]] = (Ribbon,)
     covers: ClassVar[str] = "Ribbon"
     is_sequence: ClassVar[bool] = True
-
-    def finds(self, model: nn.Module) -> bool:
-        return isinstance(model, Ribbon)
 
     def refusal(self, model: nn.Module) -> str | None:
         return None

@@ -17,7 +17,7 @@ import ltm
 from toys import pictures, toy
 
 ROOT = Path(ltm.__file__).parent
-MOST = {"block": 10, "merge_tokens_": 16, "compress": 60}
+MOST = {"block": 11, "merge_tokens_": 18, "compress": 60}
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 

@@ -12,7 +12,7 @@ from ltm.core import mask_gradient
 from ltm.core.bottleneck import negative_entropy, sample_bounds
 from ltm.core.clustering import class_membership, normalise
 from ltm.core.mask_gradient import feature_gradient, psi, token_gradient
-from ltm.kernels.weighing import bound_gradient, pooled_gradient
+from ltm.kernels.matching import bound_gradient, pooled_gradient
 from strategies import betas, variational
 
 

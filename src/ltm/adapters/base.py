@@ -179,9 +179,12 @@ class Adapter(ABC):
     shrinks_maps: ClassVar[bool] = False
     """Dense tasks lose precision where merged tokens shrink its maps; restored ones do not."""
 
-    @abstractmethod
+    hosts: ClassVar[tuple[type[nn.Module], ...]]
+    """A network that holds one of these modules belongs to this family."""
+
     def finds(self, model: nn.Module) -> bool:
         """Whether the model belongs to this family."""
+        return any(isinstance(module, self.hosts) for module in model.modules())
 
     @abstractmethod
     def refusal(self, model: nn.Module) -> str | None:

@@ -139,10 +139,8 @@ class EfficientViTAdapter(Adapter):
     """timm's `EfficientVit` and `EfficientVitLarge`, whole or as feature extractors."""
 
     family: ClassVar[str] = "efficientvit"
+    hosts: ClassVar[tuple[type[nn.Module], ...]] = (EfficientVitBlock,)
     covers: ClassVar[str] = "EfficientViT (timm efficientvit_b*, efficientvit_l*)"
-
-    def finds(self, model: nn.Module) -> bool:
-        return bool(efficientvit_blocks(model))
 
     def refusal(self, model: nn.Module) -> str | None:
         return None

@@ -190,11 +190,9 @@ class MobileViTAdapter(Adapter):
     """timm's MobileViT (version 1), whole or as a feature extractor."""
 
     family: ClassVar[str] = "mobilevit"
+    hosts: ClassVar[tuple[type[nn.Module], ...]] = (MobileVitBlock,)
     shrinks_maps: ClassVar[bool] = True
     covers: ClassVar[str] = "MobileViT (timm mobilevit_xxs, mobilevit_xs, mobilevit_s)"
-
-    def finds(self, model: nn.Module) -> bool:
-        return bool(mobilevit_blocks(model))
 
     def refusal(self, model: nn.Module) -> str | None:
         for _, block in mobilevit_blocks(model):

@@ -227,10 +227,8 @@ class SwinAdapter(Adapter):
     """timm's `SwinTransformer`, whole or as a feature extractor."""
 
     family: ClassVar[str] = "swin"
+    hosts: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformerBlock,)
     covers: ClassVar[str] = "Swin (timm SwinTransformer)"
-
-    def finds(self, model: nn.Module) -> bool:
-        return bool(swin_blocks(model))
 
     def refusal(self, model: nn.Module) -> str | None:
         other = {type(b) for _, b in swin_blocks(model)} - {SwinTransformerBlock, MergingSwinBlock}

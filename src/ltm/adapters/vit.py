@@ -158,11 +158,9 @@ class ViTAdapter(Adapter):
     """timm's `VisionTransformer` with plain pre-norm blocks."""
 
     family: ClassVar[str] = "vit"
+    hosts: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
     is_sequence: ClassVar[bool] = True
     covers: ClassVar[str] = "ViT, DeiT, DeiT-III (timm VisionTransformer with plain blocks)"
-
-    def finds(self, model: nn.Module) -> bool:
-        return find_vit(model) is not None
 
     def refusal(self, model: nn.Module) -> str | None:
         vit = find_vit(model)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ltm.core import clustering, validation
-from ltm.kernels.precision import full_precision, widen
+from ltm.kernels.dispatch import full_precision, widen
 
 BETA = 10.0
 """Sharpness of the class membership unless said otherwise."""

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ltm.core import validation
-from ltm.kernels.precision import ZERO_LENGTH, full_precision, widen
+from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, widen
 
 INPUT_SIDE = 32
 """Side to which input images are resampled before they are clustered."""

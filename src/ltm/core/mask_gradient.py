@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ltm.core import validation
 from ltm.core.clustering import class_membership, normalise
-from ltm.kernels.precision import ZERO_LENGTH, full_precision, widen
+from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, widen
 
 
 def psi(q: Float[Tensor, "a y"], labels: Num[Tensor, "b *y"]) -> Float[Tensor, "b a"]:

@@ -22,7 +22,7 @@ from ltm.core.bottleneck import (
     negative_entropy,
     variational_q,
 )
-from ltm.kernels.precision import full_precision
+from ltm.kernels.dispatch import full_precision
 
 
 @dataclass(frozen=True, kw_only=True)

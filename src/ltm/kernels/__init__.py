@@ -2,9 +2,8 @@
 
 from ltm.kernels.attention import attend, attention_hints
 from ltm.kernels.dispatch import compact, enable, is_recorded
-from ltm.kernels.matching import Placement, Rule, match
+from ltm.kernels.matching import Placement, Rule, Step, match, weigh
 from ltm.kernels.merging import Groups, Merged, merge_grid, merge_groups, merge_matrix, widened
-from ltm.kernels.weighing import Step, weigh
 
 __all__ = [
     "Groups",

@@ -1,4 +1,4 @@
-"""Whether Triton does a step's work, and how its kernels become operators of torch.
+"""How a step is computed: by torch or by Triton, and in what precision.
 
 Triton's kernels are for inference: they run wherever there is an NVIDIA GPU and Triton, unless
 `LTM_KERNELS=0` is in the environment. They give what the step's torch definition gives, which does
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+ZERO_LENGTH = 1e-12
+"""A feature no longer than this has no direction."""
 _OLDEST = (7, 5)
 """Compute capability of the oldest GPU that Triton builds for."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,6 +63,22 @@ def is_recorded() -> bool:
     flag: bool | None = getattr(torch.compiler, "_is_exporting_flag", None)
     exporting = torch.compiler.is_exporting() if flag is None else flag
     return exporting or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return `x` as it is in float32 and float64, in float32 from anything narrower."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Suspend autocast on the device of `x`: it would turn float32 products into half precision.
+
+    Where autocast is off nothing is entered, so that exported graphs stay free of it.
+    """
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def operator(shapes: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -6,31 +6,43 @@ receives:
 
     harm(i, j) = m_i m_j / (m_i + m_j) * |z_i - z_j|^2 * a_i ^ protection
 
-Only the order of the harms within an image matters, so none of the factors needs a unit.
+Only the order of the harms within an image matters, so none of the factors needs a unit. In the
+merge a token weighs by its size, by the attention it receives, and by the informative step: one
+step down the gradient of the bound.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, p tokens that stay (prefix
-included), r tokens that leave, c channels; f and s the two sides of an alternate matching; z
-tokens, m sizes, a attention received.
+included), r tokens that leave, c channels, d features, y classes; f and s the two sides of an
+alternate matching; z tokens, m sizes, a attention received.
 """
 
 # ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from ltm.kernels.dispatch import operator, uses_triton
-from ltm.kernels.weighing import Step, sizes_or_ones, step_flops, weigh, weighs_by_kernel
+from ltm.kernels.dispatch import (
+    ZERO_LENGTH,
+    full_precision,
+    operator,
+    uses_triton,
+    widen,
+)
 
 _MAX_TOKENS, _MAX_CHANNELS = 256, 1024
 """Longer sequences and wider tokens use the torch path."""
 _LEAST_SHARE = 1e-4
 """Attention below this part of an even share counts as this much, so that no weight vanishes."""
+
+_MAX_WEIGHED = 4096
+"""More tokens than this are not weighed in one program."""
+_MAX_LOGIT = 8.0
+"""Logits are bounded, so that no target's weights can vanish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +79,46 @@ class Match:
         return torch.where(self.leaves, places.gather(1, self.target), places)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step:
+    """What the informative step needs to know besides the tokens."""
+
+    centroids: Float[Tensor, "y d"]
+    offsets: Float[Tensor, "y"]
+    """What class membership needs of the classes alone."""
+    costs: Float[Tensor, "y y"]
+    """`-log Q(a | y)`, transposed: soft labels times this are the costs psi."""
+    beta: float
+    eta: float
+    gain: Tensor | None = None
+    """The length of the step in units of its own spread; None takes the step as it is."""
+    labels: Int[Tensor, "b"] | None = None
+    """True labels; None: the membership of each image stands for them."""
+    mapping: nn.Module | None = None
+    """A layer that is added to the tokens before the step looks at them."""
+
+    def looks_at(self, patches: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
+        """The patches as the step sees them."""
+        layer: Any = self.mapping
+        if layer is None:
+            return patches
+        return patches + layer(patches.to(layer.weight.dtype)).to(patches.dtype)
+
+    def direction(self, feature: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The gradient of the bound with respect to the feature, V in the paper's proposition."""
+        return bound_gradient(
+            feature, self.centroids, self.offsets, self.costs, beta=self.beta, labels=self.labels
+        )
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.labels is None and self.mapping is None
+
+    def arguments(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor, float, float]:
+        """What the kernels take of it, in their order."""
+        return self.gain, self.centroids, self.offsets, self.costs, self.beta, self.eta
+
+
 class Placement(NamedTuple):
     """The outcome of a match."""
 
@@ -94,7 +146,7 @@ def match(
     the informative `step`, or else by the logits handed on in `carry`, or else by size alone.
     """
     by_kernel = not rule.alternate and _fits(tokens)
-    at_once = step is not None and by_kernel and weighs_by_kernel(tokens, carry, step)
+    at_once = step is not None and by_kernel and _weighs_by_kernel(tokens, carry, step)
     if at_once and uses_triton(tokens, size, attention):
         assert step is not None
         *places, logits = _inform_and_assign(
@@ -115,6 +167,99 @@ def match(
     weight = by_attention(weight, tokens, size, attention, rule)
     weight = weight * ~found.leaves if rule.prune else weight
     return Placement(found.assignment(), weight, logits, None)
+
+
+def weigh(
+    tokens: Float[Tensor, "b t c"],
+    size: Float[Tensor, "_ t"] | None,
+    carry: Float[Tensor, "_ n"] | None,
+    step: Step | None,
+    num_prefix: int,
+) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"] | None]:
+    """The logits of the patches after the step, `carry - eta dIBB/dG`; the weights of all tokens.
+
+    `size` is None while all sizes are one, `carry` where logits start from zero. Without a step
+    logits stay what they are. Without logits there are no weights: tokens weigh by size.
+    """
+    if step is not None and _weighs_by_kernel(tokens, carry, step):
+        return _inform(tokens, size, carry, *step.arguments(), num_prefix)
+    if step is None and carry is None:
+        return None, None
+    size, logits = _sizes_or_ones(tokens, size), carry
+    if step is not None:
+        logits = _stepped(tokens[:, num_prefix:], size[:, num_prefix:], carry, step)
+    assert logits is not None
+    weight = size[:, num_prefix:] * logits.exp()
+    return logits, torch.cat([size[:, :num_prefix], weight], dim=1)
+
+
+def _weighs_by_kernel(tokens: Tensor, carry: Tensor | None, step: Step) -> bool:
+    """Whether Triton takes this step on these tokens."""
+    fits = step.has_kernel and tokens.shape[1] <= _MAX_WEIGHED
+    return fits and uses_triton(tokens, carry, step.gain)
+
+
+def _sizes_or_ones(
+    tokens: Float[Tensor, "b t c"], size: Float[Tensor, "_ t"] | None
+) -> Float[Tensor, "b t"]:
+    """The sizes of the tokens of every image, ones where there are none yet."""
+    if size is None:
+        return tokens.new_ones(tokens.shape[:2]).float()
+    return size.float().expand(tokens.shape[0], -1)
+
+
+def _stepped(
+    patches: Float[Tensor, "b n c"], size: Float[Tensor, "b n"], carry: Tensor | None, step: Step
+) -> Float[Tensor, "b n"]:
+    tokens = step.looks_at(patches)
+    share = size / size.sum(1, keepdim=True)
+    feature = (share[:, None].to(tokens.dtype) @ tokens)[:, 0]
+    logits = -pooled_gradient(tokens, step.direction(feature))
+    if step.gain is not None:
+        spread = logits.std(dim=1, keepdim=True, correction=0)
+        logits = step.gain * (logits - logits.mean(dim=1, keepdim=True)) / (spread + 1e-6)
+    logits = step.eta * logits
+    if carry is not None:
+        logits = logits + carry
+    return logits.clamp(-_MAX_LOGIT, _MAX_LOGIT)
+
+
+def bound_gradient(
+    features: Float[Tensor, "b d"],
+    centroids: Float[Tensor, "y d"],
+    offsets: Float[Tensor, "y"],
+    costs: Float[Tensor, "y y"],
+    *,
+    beta: float,
+    labels: Int[Tensor, "b"] | None = None,
+) -> Float[Tensor, "b d"]:
+    """`core.mask_gradient.feature_gradient` in few operations, some classes being present.
+
+    `costs` are `-log Q`, transposed; without labels they are weighed by the membership itself.
+    Products are in the precision of the centroids.
+    """
+    with full_precision(features):
+        x = widen(features)
+        length = cast("Tensor", torch.linalg.vector_norm(x, dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
+        unit = x / length.clamp_min(ZERO_LENGTH)
+        logits = torch.addmm(offsets, unit.to(centroids.dtype), centroids.mT, alpha=2 * beta)
+        phi = widen(logits).softmax(-1)
+        psi = phi.detach().to(costs.dtype) @ costs if labels is None else costs[labels]
+        weights = 2 * beta * phi * (psi - (phi * psi).sum(-1, keepdim=True))
+        gradient = (weights.to(centroids.dtype) @ centroids).to(unit.dtype)
+        across = gradient - (gradient * unit).sum(-1, keepdim=True) * unit
+        return torch.where(length > ZERO_LENGTH, across / length.clamp_min(ZERO_LENGTH), 0)
+
+
+def pooled_gradient(
+    tokens: Float[Tensor, "b n d"], gradient: Float[Tensor, "b d"]
+) -> Float[Tensor, "b n"]:
+    """Pooled space: one gradient per token, `z_n . v`, the same for every merged token.
+
+    The factor common to a column of the mask (1 / p, or the share of its size) is dropped.
+    """
+    with full_precision(tokens):
+        return (widen(tokens).to(gradient.dtype) @ gradient[:, None].mT)[..., 0]
 
 
 def match_least_harm(
@@ -167,7 +312,7 @@ def by_attention(
     Attention is taken against an even share of it; only its ratios within a group matter. Without
     weights, tokens weigh as much as their size.
     """
-    weight = sizes_or_ones(tokens, size) if weight is None else weight
+    weight = _sizes_or_ones(tokens, size) if weight is None else weight
     if rule.attended == 0 or attention is None:
         return weight
     k = rule.num_prefix
@@ -336,6 +481,35 @@ def _inform_and_assign(
     return *_empty_places(tokens, num_leaving), logits
 
 
+@operator
+def _inform(
+    tokens: Tensor,
+    size: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
+    eta: float,
+    num_prefix: int,
+) -> tuple[Tensor, Tensor]:
+    b, t = tokens.shape[:2]
+    logits = tokens.new_empty(b, t - num_prefix, dtype=torch.float32)
+    return logits, logits.new_empty(b, t)
+
+
+def _step_flops(tokens: list[int], num_prefix: int, num_classes: int) -> int:
+    """Operations of the step, as counted in the torch definition."""
+    b, t, c = tokens
+    return 4 * b * (t - num_prefix) * c + 2 * b * num_classes * (2 * c + num_classes)
+
+
+@register_flop_formula(torch.ops.ltm.inform)
+def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
+    return _step_flops(tokens, arguments[-1], arguments[3][0])
+
+
 def _pair_flops(tokens: list[int], num_prefix: int) -> int:
     b, t, c = tokens
     return 2 * b * (t - num_prefix) ** 2 * c
@@ -349,4 +523,4 @@ def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.ltm.inform_and_assign)
 def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
     num_classes, num_prefix = arguments[4][0], arguments[10]
-    return _pair_flops(tokens, num_prefix) + step_flops(tokens, num_prefix, num_classes)
+    return _pair_flops(tokens, num_prefix) + _step_flops(tokens, num_prefix, num_classes)

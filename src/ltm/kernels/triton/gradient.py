@@ -1,6 +1,6 @@
 """The gradient of the bound with respect to the mean patch: three products with the classes.
 
-`prepared_gradient` in few launches: what lies between the products is one kernel each time, and for
+`bound_gradient` in few launches: what lies between the products is one kernel each time, and for
 few images part of the products themselves.
 
 Letters: b images, c channels, y classes; u the mean patch over its length, phi the membership of
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.precision import full_precision
+from ltm.kernels.dispatch import full_precision
 from ltm.kernels.triton.launch import fitting, parts_of
 
 MOST_IMAGES, MOST_CLASSES = 8, 1024

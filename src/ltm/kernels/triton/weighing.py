@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.precision import ZERO_LENGTH
+from ltm.kernels.dispatch import ZERO_LENGTH
 from ltm.kernels.triton.gradient import Classes, unit_gradient
 from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
