@@ -24,11 +24,12 @@ from ltm.adapters.base import (
     unregister,
 )
 from ltm.adapters.state import TokenState
+from ltm.api import report
 from ltm.kernels.attention import size_bias
 from ltm.methods.base import MethodConfig, Site
 
 SIZE, CLASSES = 32, 4
-DATA = f"shapes:classes={CLASSES},size={SIZE},images=64,val_images=32"
+DATA = f"shapes:classes={CLASSES},size={SIZE},images=64,val_images=96"
 
 
 # The network, as somebody else wrote it.
@@ -67,6 +68,7 @@ class Ribbon(nn.Module):
     def __init__(self, width: int = 16, depth: int = 4) -> None:
         super().__init__()
         self.num_classes, self.num_features = CLASSES, width
+        self.pretrained_cfg = {"input_size": (3, SIZE, SIZE), "num_classes": CLASSES}
         self.embed = nn.Conv2d(3, width, 4, 4)
         self.position = nn.Parameter(0.1 * torch.randn(1, (SIZE // 4) ** 2, width))
         self.ribbon = nn.ModuleList(RibbonBlock(width) for _ in range(depth))
@@ -114,7 +116,6 @@ class RibbonAdapter(Adapter):
     family: ClassVar[str] = "ribbon"
     hosts: ClassVar[tuple[type[nn.Module], ...]] = (Ribbon,)
     covers: ClassVar[str] = "Ribbon"
-    is_sequence: ClassVar[bool] = True
 
     def refusal(self, model: nn.Module) -> str | None:
         return None
@@ -160,7 +161,7 @@ def model() -> Ribbon:
 
 @pytest.fixture
 def images() -> Tensor:
-    return F.interpolate(torch.randn(8, 3, 8, 8), (SIZE, SIZE), mode="bilinear")
+    return F.interpolate(torch.randn(32, 3, 8, 8), (SIZE, SIZE), mode="bilinear")
 
 
 METHODS = [ltm.LTM, ltm.ToMe, ltm.ToFu, ltm.LTMP]
@@ -185,10 +186,36 @@ def test_it_is_converted_and_given_back(model: Ribbon, images: Tensor, method: A
 @torch.no_grad()
 def test_it_is_frozen_saved_and_loaded(model: Ribbon, images: Tensor, tmp_path: Path) -> None:
     ltm.merge_tokens_(model, ltm.LTM(ratio=0.7), SIZE)
-    ltm.collect_statistics_(model, [(images, torch.arange(8) % CLASSES)])
+    ltm.collect_statistics_(model, [(images, torch.arange(32) % CLASSES)])
     ltm.freeze_(model)
     expected = model(images)
     ltm.save(model, tmp_path)
     again = ltm.load(tmp_path, model=Ribbon())
     torch.testing.assert_close(again.eval()(images), expected)
     assert set(ltm.merge_maps(model, images))
+
+
+def test_its_schedule_is_calibrated(model: Ribbon, images: Tensor) -> None:
+    found = ltm.calibrate(model, images, budget=0.8, trials=4, sites=2, device="cpu")
+    ltm.merge_tokens_(model, found.config, SIZE)
+    assert report(model).macs_after <= 0.8 * report(model).macs_before
+
+
+def test_it_is_evaluated(model: Ribbon) -> None:
+    found = ltm.evaluate(model, DATA, methods=("tome", "ltm"), images=16, workers=0, device="cpu")
+    assert {"tome", "ltm"} <= set(found.metrics["models"])
+
+
+def test_it_is_trained(model: Ribbon, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 16, "image_size": SIZE, "workers": 0}
+    found = ltm.train(model, DATA, output=tmp_path / "run", device="cpu", **options)
+    assert found.metrics["epoch"] == 1
+
+
+def test_it_is_compressed_with_a_report(model: Ribbon, tmp_path: Path) -> None:
+    found = ltm.compress(
+        model, DATA, compare=("tome",), calibration_images=32, calibration_trials=3, images=16,
+        time=False, bottleneck_images=8, workers=0, device="cpu",
+    )  # fmt: skip
+    found.save(tmp_path / "small")
+    assert (tmp_path / "small" / "report.html").is_file()

@@ -61,6 +61,11 @@ class Layout:
     """The blocks of a grid network that merge, where a method prefers few; None: all of them."""
 
     @property
+    def is_sequence(self) -> bool:
+        """Tokens are one sequence from the first block to the last."""
+        return self.entry is None
+
+    @property
     def stage_sizes(self) -> tuple[int, ...]:
         stages = [block.stage for block in self.blocks]
         return tuple(stages.count(stage) for stage in sorted(set(stages)))
@@ -174,8 +179,6 @@ class Adapter(ABC):
     family: ClassVar[str]
     covers: ClassVar[str]
     """For error messages: what this family accepts."""
-    is_sequence: ClassVar[bool] = False
-    """Its tokens are one sequence from the first block to the last: a schedule can be searched."""
     shrinks_maps: ClassVar[bool] = False
     """Dense tasks lose precision where merged tokens shrink its maps; restored ones do not."""
 

@@ -68,7 +68,7 @@ class Planner:
     def set_config_(self, config: MethodConfig) -> None:
         """Plan for this config from now on."""
         self.config = config
-        self.keeps_grid = self.layout.entry is not None and config.keeps_grid()
+        self.keeps_grid = not self.layout.is_sequence and config.keeps_grid()
         self.chosen = self._chosen_blocks()
         self.step = self.layout.multiple
 
@@ -116,7 +116,7 @@ class Planner:
     def _chosen_blocks(self) -> tuple[int, ...]:
         num_blocks = len(self.layout.blocks)
         if self.config.sites is None:
-            if self.layout.entry is not None:
+            if not self.layout.is_sequence:
                 return tuple(range(num_blocks))
             return self.config.choose_sites(num_blocks)
         outside = [site for site in self.config.sites if not 0 <= site < num_blocks]
@@ -197,7 +197,7 @@ class Planner:
         counts: dict[int, Count] = {}
         for run in self.layout.runs:
             blocks = self._chosen_in(run)
-            depth = len(self.layout.blocks) if self.layout.entry is None else None
+            depth = len(self.layout.blocks) if self.layout.is_sequence else None
             spread = self.config.spread(strength, run.num_in, blocks, depth)
             counts.update(zip(blocks, spread, strict=True))
         return counts

@@ -159,7 +159,6 @@ class ViTAdapter(Adapter):
 
     family: ClassVar[str] = "vit"
     hosts: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
-    is_sequence: ClassVar[bool] = True
     covers: ClassVar[str] = "ViT, DeiT, DeiT-III (timm VisionTransformer with plain blocks)"
 
     def refusal(self, model: nn.Module) -> str | None:

@@ -335,7 +335,7 @@ def _is_sequence(planner: Planner) -> bool:
         raise ValueError(f"config: {reason}.")
     if planner.keeps_grid:
         return False
-    if planner.layout.entry is not None:
+    if not planner.layout.is_sequence:
         raise ValueError(
             "config: a method that restores a network's grids has no schedule to search there."
         )

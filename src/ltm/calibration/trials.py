@@ -171,7 +171,7 @@ def _pass_over_(
         before += [parent.get_submodule(n) for n in names[: names.index(path[depth])]]
 
     def give(*_args: object, **_options: object) -> Any:
-        state.write(end + 1, tokens)
+        state.leave(end, tokens)
         return output
 
     for module in before:
@@ -190,7 +190,7 @@ def _remember_(unit: nn.Module, key: object, memory: Memory, state: TokenState, 
 
     def run(*args: Any, **options: Any) -> Any:
         output = forward(*args, **options)
-        memory.put(key, (output, state.read(end + 1)))
+        memory.put(key, (output, state.left_by(end)))
         return output
 
     unit.forward = run

@@ -411,7 +411,7 @@ class Compression:
 def _why_not_calibrated(model: nn.Module, images: Partition) -> str:
     """What keeps a converted model's schedule from being chosen on images; empty for nothing."""
     done = conversion_of(model)
-    if adapter_of(done.family).layout(meta_copy(model), done.image_size).entry is not None:
+    if not adapter_of(done.family).layout(meta_copy(model), done.image_size).is_sequence:
         return f"calibration is for sequences of tokens, and {done.family} has grids"
     reason = done.config.unschedulable(grid=False)
     if reason:
