@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
 from ltm.detection.settings import DetectionSettings
-from ltm.training.models import method_config
+from ltm.training.network import method_config
 from ltm.training.settings import MergeSettings, TrainSettings
 
 _ELSEWHERE = {

@@ -13,7 +13,7 @@ import ltm
 from ltm.adapters.planning import Planner
 from ltm.cli import main
 from ltm.models import did_you_mean, method_config, read_value, read_words, split_methods
-from ltm.training.models import method_config as training_config
+from ltm.training.network import method_config as training_config
 from ltm.training.settings import TrainSettings, from_mapping
 
 DATA = "shapes:classes=5,size=48,images=40,val_images=40"

@@ -24,7 +24,7 @@ from ltm.data.datasets import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.evaluation.accuracy import Outputs, evaluate, paired_interval
-from ltm.training.models import build
+from ltm.training.network import build
 from ltm.training.run import train
 from ltm.training.settings import TrainSettings, from_mapping
 from reproduction.benchmarks.recording import machine, parser, plain, write_rows

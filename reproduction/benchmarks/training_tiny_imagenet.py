@@ -28,16 +28,15 @@ import timm
 import torch
 from torch import nn
 
-from ltm.api import fit_, measure_share, report as report_of
+from ltm.api import collect_statistics_, fit_, measure_share, report as report_of
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.loading import Batch, evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.training.classification import Classification, evaluate
 from ltm.training.fabric import make_fabric
-from ltm.training.models import build_model
+from ltm.training.network import build_model
 from ltm.training.run import train
 from ltm.training.settings import TrainingData, TrainSettings, from_mapping
-from ltm.training.statistics import start_statistics_
 from ltm.training.trainer import Trainer
 from reproduction.benchmarks.recording import machine, parser, write_rows
 
@@ -267,7 +266,7 @@ def untrained(
         fit_(model, images)
         share = measure_share(model, images)
     else:
-        start_statistics_(model, clean)
+        collect_statistics_(model, clean, passes=2)
     val = evaluation_loader(splits.val, spec, settings.data, device=fabric.device)
     found = evaluate(model, val, splits.train.num_classes, fabric)
     report.rows.append(

@@ -24,7 +24,7 @@ from ltm.report.pictures import (
     weights_figure,
 )
 from ltm.report.tracing import trace
-from ltm.training.models import spec_of
+from ltm.training.network import spec_of
 from reproduction.jobs import Bottleneck, Heatmap, Race
 from reproduction.running.context import Context, perform
 from reproduction.running.networks import (

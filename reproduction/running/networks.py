@@ -19,7 +19,7 @@ from ltm.data.images import ImageDataset
 from ltm.data.loading import Loader, evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.methods import LTM
-from ltm.training.models import build, load_weights_, make_timm_model, save_plain, spec_of
+from ltm.training.network import build, load_weights_, make_timm_model, save_plain, spec_of
 from ltm.training.settings import TrainSettings
 from reproduction.jobs import Classifier, Job, Pruned
 from reproduction.running.context import Context

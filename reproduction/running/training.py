@@ -19,11 +19,10 @@ from ltm.evaluation.accuracy import evaluate
 from ltm.evaluation.cost import num_parameters
 from ltm.files import write_text
 from ltm.training.checkpoint import Checkpoint, Checkpoints
-from ltm.training.lora import without_lora
-from ltm.training.models import build, count_parameters, spec_of
+from ltm.training.network import build, count_parameters, spec_of
 from ltm.training.run import train
 from ltm.training.settings import TrainSettings, to_yaml
-from ltm.training.trainable import choose_trainable_
+from ltm.training.trainable import choose_trainable_, without_lora
 from reproduction.jobs import Classifier, Detector, Pruned
 from reproduction.pruning import PEERS
 from reproduction.running.context import Context, perform

@@ -1,7 +1,7 @@
 """LoRA adapters before and after conversion, and folded in."""
 
 import copy
-from importlib import import_module
+import sys
 from typing import Any
 
 import pytest
@@ -11,10 +11,15 @@ from torch import nn
 
 import ltm
 from ltm.api import merging_off
-from ltm.training import lora
-from ltm.training.lora import add_lora_, has_lora, is_lora, merge_lora_, without_lora
 from ltm.training.settings import TuneSettings
-from ltm.training.trainable import choose_trainable_
+from ltm.training.trainable import (
+    add_lora_,
+    choose_trainable_,
+    has_lora,
+    is_lora,
+    merge_lora_,
+    without_lora,
+)
 
 pytest.importorskip("peft")
 
@@ -101,11 +106,6 @@ def test_what_cannot_be_adapted_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="no projection of this network is named query"):
         add_lora_(model, rank=2, targets=("query",))
 
-    def missing(name: str) -> Any:
-        if name == "peft":
-            raise ModuleNotFoundError(name)
-        return import_module(name)
-
-    monkeypatch.setattr(lora, "import_module", missing)
-    with pytest.raises(ValueError, match="needs the package peft; install it with"):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"peft is not installed.* pip install 'ltm\[train\]'"):
         add_lora_(model, rank=2)

@@ -15,14 +15,14 @@ from ltm.core.clustering import class_membership
 from ltm.core.statistics import ClassStatistics
 from ltm.data.loading import Batch
 from ltm.methods.ltm.step import LTMMerger
-from ltm.training.objective import Objective, mean_bound
-from ltm.training.settings import ObjectiveSettings
-from ltm.training.statistics import (
+from ltm.training.objective import (
+    Objective,
+    mean_bound,
     refresh_statistics_,
-    start_statistics_,
     statistical_mergers,
     take_statistics_,
 )
+from ltm.training.settings import ObjectiveSettings
 
 
 def build(method: Any = None) -> nn.Module:
@@ -45,7 +45,7 @@ def batches() -> list[Batch]:
 
 def informed() -> tuple[nn.Module, list[Batch]]:
     model, data = build(), batches()
-    start_statistics_(model, data)
+    ltm.collect_statistics_(model, data, passes=2)
     return model, data
 
 

@@ -19,7 +19,7 @@ from ltm.data.datasets import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning
-from ltm.training.models import build_model, load_weights_, save_plain
+from ltm.training.network import build_model, load_weights_, save_plain
 from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.recipes import FINETUNE, SCRATCH
 from ltm.training.run import train
@@ -76,7 +76,7 @@ def test_a_run_leaves_all_that_it_promises(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def _host(settings: TrainSettings) -> nn.Module:
-    from ltm.training.models import make_timm_model
+    from ltm.training.network import make_timm_model
 
     return make_timm_model(settings, 3)
 

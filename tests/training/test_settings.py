@@ -23,7 +23,7 @@ RECIPES = {f"train {k}": v for k, v in SCRATCH.items()} | {
 def test_recipes_survive_yaml_and_name_what_exists(name: str, tmp_path: Path) -> None:
     import timm
 
-    from ltm.training.models import method_config
+    from ltm.training.network import method_config
 
     settings = RECIPES[name]
     path = tmp_path / "config.yaml"
@@ -116,7 +116,7 @@ def test_settings_are_light_to_import() -> None:
 
 
 def test_the_most_exact_budget_goes_first(tiny: Callable[..., TrainSettings]) -> None:
-    from ltm.training.models import method_config
+    from ltm.training.network import method_config
 
     def budget(**merge: Any) -> tuple[Any, ...]:
         config = method_config(tiny(merge={"ratio": 0.7, "method_options": []} | merge).merge)

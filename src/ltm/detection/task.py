@@ -31,7 +31,7 @@ from ltm.detection.transforms import detection_transforms
 from ltm.models import Say, silent
 from ltm.training.fabric import Fabric
 from ltm.training.log import EpochRow, Panel
-from ltm.training.models import method_config
+from ltm.training.network import method_config
 from ltm.training.run import Resume, TrainResult, run_task
 from ltm.training.settings import with_options
 from ltm.training.task import BatchLoss, Means, Outcome, Step, Task

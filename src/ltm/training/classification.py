@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ltm.api import (
     Record,
+    collect_statistics_,
     conversion_of,
     fit_,
     is_merging,
@@ -37,7 +38,7 @@ from ltm.models import Say
 from ltm.processes import sum_over_processes
 from ltm.training.fabric import Fabric, in_step
 from ltm.training.log import EpochRow, Panel
-from ltm.training.models import (
+from ltm.training.network import (
     Built,
     build,
     build_model,
@@ -47,16 +48,15 @@ from ltm.training.models import (
     save_plain,
     spec_of,
 )
-from ltm.training.objective import Objective
-from ltm.training.settings import TrainSettings
-from ltm.training.statistics import (
+from ltm.training.objective import (
+    Objective,
     forget_sums_,
     needs_statistics,
     refresh_statistics_,
-    start_statistics_,
     statistical_mergers,
     take_statistics_,
 )
+from ltm.training.settings import TrainSettings
 from ltm.training.task import BatchLoss, Means, Outcome, Step, Task
 from ltm.training.trainable import choose_trainable_
 
@@ -195,7 +195,7 @@ class Classification(Task[TrainSettings]):
         if all(merger.active for merger in statistical_mergers(model)):
             return False
         with self.fabric.autocast():
-            start_statistics_(model, self._clean())
+            collect_statistics_(model, self._clean(), passes=2)
         return True
 
     def after_epoch_(self, model: nn.Module) -> bool:

@@ -1,4 +1,8 @@
-"""What is minimised: cross-entropy, and what the settings add to it.
+"""What is minimised: cross-entropy and what the settings add to it, and its class statistics.
+
+Each site adds up what it sees in an epoch; taking the sums adds up all processes too. The first
+merging epoch needs centroids and Q of the epoch before, which saw none: `collect_statistics_` makes
+them in two passes over clean images.
 
 Letters: b images, a classes.
 """
@@ -6,7 +10,7 @@ Letters: b images, a classes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,10 +28,12 @@ from ltm.api import (
     mac_share,
     mergers,
     merging_off,
+    observe_,
     watching,
 )
 from ltm.core.cost import evaluating
-from ltm.methods.base import ExtraLoss
+from ltm.data.loading import Batch
+from ltm.methods.base import ExtraLoss, Merger
 from ltm.training.settings import ObjectiveSettings
 
 
@@ -133,3 +139,38 @@ def _site_bound(record: Record, targets: Tensor) -> Tensor | None:
         return None
     hints = dataclasses.replace(record.hints, size=record.size)
     return record.merger.bound(record.merged, hints, targets)
+
+
+def statistical_mergers(model: nn.Module) -> list[Merger]:
+    """The mergers that keep class statistics."""
+    if not is_merging(model):
+        return []
+    return [merger for _, merger in mergers(model) if merger.keeps_statistics]
+
+
+def needs_statistics(model: nn.Module) -> bool:
+    """Whether any site keeps class statistics."""
+    return bool(statistical_mergers(model))
+
+
+def take_statistics_(model: nn.Module) -> None:
+    """Turn the sums of all processes into centroids and Q. All processes have to call it."""
+    for merger in statistical_mergers(model):
+        merger.take_statistics_()
+
+
+def forget_sums_(model: nn.Module) -> None:
+    """Drop sums that an epoch left unfinished."""
+    for merger in statistical_mergers(model):
+        merger.forget_sums_()
+
+
+@torch.no_grad()
+def refresh_statistics_(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Q from the last centroids, and new centroids, from one pass over clean images."""
+    forget_sums_(model)
+    for images, labels in batches:
+        with evaluating(model), watching(model) as records:
+            model(images)
+        observe_(records, labels)
+    take_statistics_(model)

@@ -20,11 +20,11 @@ from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.classification import Classification
 from ltm.training.fabric import Fabric, first_alone, make_fabric, placed
 from ltm.training.log import EpochRow, RunLog, draw_curves, write_rows
-from ltm.training.lora import without_lora
-from ltm.training.models import saved_architecture
+from ltm.training.network import saved_architecture
 from ltm.training.recipes import FINETUNE, SCRATCH, starting_settings
 from ltm.training.settings import TrainSettings, read_settings, to_yaml, with_options
 from ltm.training.task import Task
+from ltm.training.trainable import without_lora
 from ltm.training.trainer import Trainer
 
 Resume = Literal["auto", "never"]
