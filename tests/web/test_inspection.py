@@ -110,7 +110,7 @@ def test_a_saved_network_is_shown_as_saved(networks: Networks) -> None:
     vit = networks["ViT"]
     saved = networks.merging("ViT", "LTM", 0.6)
     own = as_network("own", saved, vit.spec, vit.class_names)
-    assert own.methods == ("as saved", "LTM", "ToMe", "ToFu")  # LTMP would need images
+    assert own.methods == ("as saved", "LTM", "ToFu", "ToMe")  # LTMP would need images
     shown = Networks({"own": own})
     picture = example_pictures(1)[0].image
     seen = inspect(own, shown.merging("own", "as saved", 0.9), picture, rounds=0)

@@ -6,6 +6,7 @@ interleaved comparison (`latency`). Rows are written as they come (`records`).
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,8 +145,9 @@ class _Source:
         return isinstance(self.model, ModelSource) and self.model.run is not None
 
     def load(self) -> nn.Module:
-        model = self.model
-        return model.load(untrained=True) if isinstance(model, ModelSource) else model
+        if isinstance(self.model, ModelSource):
+            return self.model.load(untrained=True)
+        return copy.deepcopy(self.model)  # which goes to another device, say
 
 
 class _Run:

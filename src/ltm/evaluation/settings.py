@@ -38,8 +38,9 @@ class EvaluateSettings:
     """Where to run: auto, cpu, cuda or cuda:N."""
 
 
-def _words(name: str, texts: Iterable[int | str]) -> tuple[str, ...]:
+def _words(name: str, texts: str | Iterable[int | str]) -> tuple[str, ...]:
     """Words, each of which may hold several with commas between them."""
+    texts = (texts,) if isinstance(texts, str) else texts
     found = [part.strip() for part in ",".join(map(str, texts)).split(",") if part.strip()]
     if not found:
         raise ValueError(f"{name}: there is none; give at least one")

@@ -1,0 +1,55 @@
+"""`ltm.export` and `ltm.predict` from Python: their settings and results."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import ltm
+from ltm.data.shapes import example_pictures
+
+DATA = "shapes:classes=10,size=48,val_images=20"
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_network_is_exported_and_its_file_predicts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    arguments = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+    model = timm.create_model("vit_tiny_patch16_224", img_size=48, **arguments).eval()
+    settings = ltm.ExportSettings(method="tome", ratio=0.9, data=DATA)
+    result = ltm.export(model, tmp_path, settings, batch_sizes=(1, 2))
+    assert not hasattr(model.blocks[0], "merger"), "the network itself stays as it is"
+    (file,) = result.files
+    assert [row.batch_size for row in file.parity] == [1, 2]
+    assert "model.onnx" in repr(result)
+    result.save()
+    stored = json.loads((tmp_path / "metrics.json").read_text())
+    assert stored["token_merging"]["method"] == "tome"
+    assert stored["files"][0]["name"] == "model.onnx"
+
+    example_pictures(1, 48)[0].image.save(tmp_path / "picture.png")
+    found = ltm.predict(tmp_path / "model.onnx", tmp_path / "picture.png", top=2)
+    assert "picture.png" in repr(found)
+    (row,) = found
+    assert row.answer is not None
+    assert len(row.answer["classes"]) == 2
+    path = found.save(tmp_path / "out", "csv")
+    assert path.read_text().startswith("path,error,class")
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["images"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"formats": ()}, "formats: there is none"),
+        ({"ratio": 0.5}, "--ratio goes with --method"),
+        ({"format": "onnx"}, "format is no setting; did you mean formats"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ltm.export("nowhere", "nowhere", **changes)
+    with pytest.raises(ValueError, match="at least 1"):
+        ltm.PredictSettings(top=0)
