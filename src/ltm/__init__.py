@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         unmerge_tokens_ as unmerge_tokens_,
     )
     from ltm.calibration.calibration import calibrate as calibrate
-    from ltm.calibration.result import CalibrateResult as CalibrateResult
+    from ltm.calibration.schedules import CalibrateResult as CalibrateResult
     from ltm.calibration.settings import CalibrateSettings as CalibrateSettings
     from ltm.compression.compress import CompressResult as CompressResult, compress as compress
     from ltm.compression.settings import CompressSettings as CompressSettings
@@ -84,7 +84,7 @@ _HOMES = {
         "unmerge_tokens_",
     ),
     "ltm.calibration.calibration": ("calibrate",),
-    "ltm.calibration.result": ("CalibrateResult",),
+    "ltm.calibration.schedules": ("CalibrateResult",),
     "ltm.calibration.settings": ("CalibrateSettings",),
     "ltm.compression.compress": ("CompressResult", "compress"),
     "ltm.compression.settings": ("CompressSettings",),

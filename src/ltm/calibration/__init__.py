@@ -5,9 +5,9 @@ from importlib import import_module
 from ltm.calibration.settings import CalibrateSettings as CalibrateSettings, Settings as Settings
 
 _HOME_OF = {
-    "CalibrateResult": "result",
+    "CalibrateResult": "schedules",
     "Calibration": "calibration",
-    "Trial": "result",
+    "Trial": "schedules",
     "calibrate": "calibration",
 }
 

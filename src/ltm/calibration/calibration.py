@@ -17,12 +17,11 @@ from ltm.api import conversion_of, image_size_of, is_merging, unmerge_tokens_
 from ltm.calibration.costs import CountedCost, SequenceCost
 from ltm.calibration.grids import Frame, GridSpace, Point, probe_grids
 from ltm.calibration.latency import Clock, within_milliseconds
-from ltm.calibration.result import CalibrateResult
-from ltm.calibration.schedules import Schedule, Setting, config_of
+from ltm.calibration.schedules import CalibrateResult, Schedule, Setting, config_of
 from ltm.calibration.search import Progress, Search, Space
-from ltm.calibration.sensitivity import Sensitivity
 from ltm.calibration.sequences import (
     HARMLESS,
+    Sensitivity,
     SequenceSpace,
     Variants,
     largest_within,

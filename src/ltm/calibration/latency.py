@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ltm.api import freeze_, merge_tokens_
-from ltm.calibration.result import CalibrateResult
+from ltm.calibration.schedules import CalibrateResult
 from ltm.evaluation.modes import MODES
 from ltm.evaluation.timing import interleaved
 from ltm.methods import MethodConfig

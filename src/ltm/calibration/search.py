@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ltm.calibration.costs import Cost
-from ltm.calibration.result import Phase, Trial
-from ltm.calibration.schedules import Schedule
+from ltm.calibration.schedules import Phase, Schedule, Trial
 from ltm.calibration.trials import Trials
 
 Progress = Callable[[Trial], None]

@@ -1,4 +1,4 @@
-"""Trying schedules out: how far a network that merges so is from the original.
+"""Trying schedules out: how far a network that merges so is from the original, image by image.
 
 What comes before the first site that differs from an earlier trial has been computed then: each
 block's output is kept, by the settings that led to it, and a trial starts from the last one that
@@ -8,20 +8,51 @@ fits. Images come in batches, so that a bad schedule is found out on the first o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, cat, nn
 
 from ltm.adapters.base import Adapter
 from ltm.adapters.planning import Planner
 from ltm.adapters.state import TokenState
-from ltm.calibration.divergence import choose_divergence
 from ltm.calibration.schedules import Schedule, config_of, counts_of
 from ltm.core.cost import meta_copy
 from ltm.methods import MethodConfig
+
+Divergence = Callable[[Any, Any], Float[Tensor, "b"]]
+"""Of outputs from the original's outputs on the same images."""
+
+
+def kl_divergence(logits: Float[Tensor, "b c"], original: Float[Tensor, "b c"]) -> Tensor:
+    """`KL(original || merged)` of the class probabilities, in nats."""
+    return F.kl_div(
+        logits.float().log_softmax(-1),
+        original.float().log_softmax(-1),
+        reduction="none",
+        log_target=True,
+    ).sum(-1)
+
+
+def cosine_distance(features: Any, original: Any) -> Tensor:
+    """One less the cosine of features, or of all feature maps of a network side by side."""
+    return 1 - F.cosine_similarity(_flat(features), _flat(original), dim=1)
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Float[Tensor, "b d"]:
+    maps = [features] if isinstance(features, Tensor) else features
+    return cat([one.float().flatten(1) for one in maps], dim=1)
+
+
+def choose_divergence(num_classes: int, outputs: Any) -> Divergence:
+    """KL divergence where there are classes, cosine distance of features where there are none."""
+    scores = isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] == num_classes
+    return kl_divergence if scores and num_classes > 1 else cosine_distance
+
 
 Kept = tuple[Any, Any]
 """A block's output, and what is known about its tokens."""

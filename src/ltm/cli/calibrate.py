@@ -14,7 +14,7 @@ from ltm.models import ModelSource
 from ltm.progress import interruptible, progress_bar
 
 if TYPE_CHECKING:
-    from ltm.calibration.result import Trial
+    from ltm.calibration.schedules import Trial
 
 
 def calibrate(
