@@ -42,6 +42,14 @@ def test_data_settings_that_0_1_0_wrote_are_read(tmp_path: Path) -> None:
     assert read_settings(path, TrainSettings()).data.batch_size == 8
 
 
+def test_rates_that_0_1_0_kept_apart_go_to_their_method(tmp_path: Path) -> None:
+    path, rates = tmp_path / "config.yaml", "{merge_threshold_lr: 0.01, prune_threshold_lr: 5.0e-6}"
+    path.write_text(f"merge: {{method: ltmp, ratio: 0.8}}\noptim: {rates}")
+    assert read_settings(path, TrainSettings()).merge.method_options == ("merge_threshold_lr=0.01",)
+    path.write_text(f"merge: {{method: ltm}}\noptim: {rates}\nobjective: {{budget_weight: 3.0}}")
+    assert read_settings(path, TrainSettings()).merge.method_options == ()
+
+
 def test_every_backbone_of_the_paper_has_both_recipes() -> None:
     assert set(BACKBONES) <= set(SCRATCH)
     assert set(BACKBONES) <= set(FINETUNE)

@@ -295,8 +295,11 @@ def read_settings(path: str | Path, base: T) -> T:
         raise ValueError(f"{path}: {error}") from error
 
 
-_MOVED = {"optim": ("merge_threshold_lr", "prune_threshold_lr"), "objective": ("budget_weight",)}
-"""Settings of 0.1.0 that became options of the method they were for."""
+_MOVED = {
+    "optim": {"merge_threshold_lr": 5e-3, "prune_threshold_lr": 5e-6},
+    "objective": {"budget_weight": 10.0},
+}
+"""Settings of 0.1.0 that became options of the method they were for, and their defaults."""
 
 
 def _of_today(values: dict[str, Any]) -> dict[str, Any]:
@@ -305,10 +308,11 @@ def _of_today(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(groups.get("data"), dict):
         groups["data"] = without_removed(groups["data"])
     options: list[str] = []
-    for group, names in _MOVED.items():
+    for group, usual in _MOVED.items():
         found = groups.get(group)
-        if isinstance(found, dict):
-            options += [f"{name}={found.pop(name)}" for name in names if name in found]
+        for name, value in usual.items() if isinstance(found, dict) else ():
+            given = found.pop(name, value)
+            options += [] if given == value else [f"{name}={given}"]
     merge = groups.get("merge")
     if options and isinstance(merge, dict):
         from ltm.methods import methods  # noqa: PLC0415 - settings are read without torch
