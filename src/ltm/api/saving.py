@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,17 @@ from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookN
 from torch import Tensor, nn
 
 from ltm.adapters import adapter_of
-from ltm.adapters.conversion import all_or_nothing, macs_of
-from ltm.api.conversion import conversion_of, merge_tokens_, mergers, set_conversion, token_counts
-from ltm.api.fingerprint import fingerprint
+from ltm.adapters.conversion import all_or_nothing, macs_of, revert_
+from ltm.api.conversion import (
+    conversion_of,
+    is_merging,
+    merge_tokens_,
+    mergers,
+    set_conversion,
+    token_counts,
+)
 from ltm.api.watching import watching
-from ltm.core.cost import channels_of
+from ltm.core.cost import channels_of, meta_copy
 from ltm.core.patches import embed_by_product_
 from ltm.core.settings import plain
 from ltm.methods import config_from_dict
@@ -307,3 +314,37 @@ def _load_weights_(model: nn.Module, weights: Mapping[str, Tensor], folder: Path
                 f"{folder}: {name} is {theirs} in the file and {ours} in the model; {_MADE_ALIKE}"
             )
     model.load_state_dict(weights)
+
+
+_TELLING = ("num_heads", "eps")
+"""Settings that change outputs and no shape."""
+# What rests in evaluation, or does nothing.
+_IDLE = ("Identity", "Dropout", "Dropout1d", "Dropout2d", "DropPath", "PatchDropout")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of the place, kind and telling settings of every layer, before any conversion."""
+    shadow = meta_copy(model)
+    if is_merging(shadow):
+        revert_(shadow)
+    layers = sorted(_layers(shadow, ""))
+    return hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16]
+
+
+def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, str, str]]:
+    children = list(module.named_children())
+    # Blocks are told by what they hold: versions of timm name them differently.
+    kind = "" if children else _kind(module)
+    settings = " ".join(f"{n}={getattr(module, n)}" for n in _TELLING if hasattr(module, n))
+    if kind not in _IDLE and (kind or settings):
+        yield path, kind, settings
+    for name, child in children:
+        yield from _layers(child, f"{path}.{name}")
+
+
+def _kind(module: nn.Module) -> str:
+    """The name of a layer's class, torch's own where it derives from one."""
+    kinds = type(module).__mro__
+    known = (kind for kind in kinds if kind.__module__.startswith("torch.nn.modules"))
+    found = next(known)
+    return type(module).__name__ if found is nn.Module else found.__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -283,7 +283,9 @@ class ChosenMerger(LearnedMerger):
     def of(learned: LearnedMerger) -> ChosenMerger:
         """Freeze the support of a merger, and take over everything else."""
         chosen = ChosenMerger.__new__(ChosenMerger)
-        held = {n: v.copy() if isinstance(v, dict) else v for n, v in vars(learned).items()}
+        held: dict[str, Any] = {
+            n: v.copy() if isinstance(v, dict) else v for n, v in vars(learned).items()
+        }
         vars(chosen).update(held)
         chosen.statistics = None
         chosen.choose_()

@@ -11,8 +11,7 @@ from PIL import Image
 
 import ltm
 from ltm.api import merging_off
-from ltm.api.fingerprint import fingerprint
-from ltm.api.saving import remember_arguments
+from ltm.api.saving import fingerprint, remember_arguments
 from ltm.methods import methods
 from toys import TOYS, pictures, size_of, toy
 
