@@ -65,7 +65,7 @@ from ltm.progress import Progress
 _CALIBRATION_BATCH = 16
 
 FLOAT = "float32"
-STEM = "model"
+_STEM = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +271,7 @@ class Export:
         """Write int8 versions of the ONNX file and the program, where they were written."""
         settings = RECIPES[recipe]
         for file in [f for f in self.files if f.precision == FLOAT and f.format in _QUANTISERS]:
-            path = self.folder / f"{STEM}.int8-{recipe}{Path(file.name).suffix}"
+            path = self.folder / f"{_STEM}.int8-{recipe}{Path(file.name).suffix}"
             runner, number = _QUANTISERS[file.format](self, path, settings, calibration)
             self._add(path, file.format, f"int8 {recipe}", runner, num_int8_layers=number)
         return self.files
@@ -330,18 +330,18 @@ def _with_sources(formats: Sequence[Format]) -> list[Format]:
 
 
 def _write_onnx(job: Export, traced: ExportedProgram) -> tuple[Path, Classify]:
-    path = save_onnx(traced, job.folder / f"{STEM}{SUFFIXES['onnx']}", job.information)
+    path = save_onnx(traced, job.folder / f"{_STEM}{SUFFIXES['onnx']}", job.information)
     return path, OnnxModel(path)
 
 
 def _write_program(job: Export, traced: ExportedProgram) -> tuple[Path, Classify]:
-    path = save_program(traced, job.folder / f"{STEM}{SUFFIXES['program']}")
+    path = save_program(traced, job.folder / f"{_STEM}{SUFFIXES['program']}")
     return path, traced.module()
 
 
 def _write_openvino(job: Export, _: ExportedProgram) -> tuple[Path, Classify]:
-    source = job.folder / f"{STEM}{SUFFIXES['onnx']}"
-    path = save_openvino(source, job.folder / f"{STEM}{SUFFIXES['openvino']}")
+    source = job.folder / f"{_STEM}{SUFFIXES['onnx']}"
+    path = save_openvino(source, job.folder / f"{_STEM}{SUFFIXES['openvino']}")
     return path, OpenVinoModel(path)
 
 
@@ -355,7 +355,7 @@ _WRITERS: dict[Format, Callable[[Export, ExportedProgram], tuple[Path, Classify]
 def _quantise_onnx(
     job: Export, path: Path, recipe: Int8, calibration: Iterable[Tensor]
 ) -> tuple[Classify, int]:
-    source = job.folder / f"{STEM}{SUFFIXES['onnx']}"
+    source = job.folder / f"{_STEM}{SUFFIXES['onnx']}"
     number = quantise_onnx(source, path, recipe, calibration)
     return OnnxModel(path), number
 

@@ -54,7 +54,7 @@ class ModelInformation:
         names, spec = self.class_names, self.spec
         if class_names is not None:
             names = read_class_names(class_names)
-            check_class_names(names, num_classes)
+            _check_class_names(names, num_classes)
         if crop_ratio is not None:
             spec = dataclasses.replace(spec, crop_ratio=crop_ratio)
         return dataclasses.replace(self, class_names=names, spec=spec)
@@ -96,7 +96,7 @@ def describe(
     known: Any = getattr(model, "pretrained_cfg", None) or {}
     number = int(getattr(model, "num_classes", 0) or 0)
     names = tuple(class_names) if class_names is not None else _known_names(known, number)
-    check_class_names(names, number)
+    _check_class_names(names, number)
     if spec is None:
         spec = dataclasses.replace(image_spec(_AS_MADE, model), size=image_size_of(model))
     return ModelInformation(
@@ -107,7 +107,7 @@ def describe(
     )
 
 
-def check_class_names(names: Sequence[str] | None, number: int) -> None:
+def _check_class_names(names: Sequence[str] | None, number: int) -> None:
     """Refuse names that are not as many as the classes."""
     if names is not None and len(names) != number:
         raise ValueError(f"class_names: got {len(names)} for a model of {number} classes.")

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 Answer = dict[str, Any]
 Write = Callable[["Prediction"], None]
 
-STDIN = "-"
-LISTS = (".txt", ".lst", ".list")
+_STDIN = "-"
+_LISTS = (".txt", ".lst", ".list")
 """Text files with these endings are lists of paths."""
 
 
@@ -122,10 +122,10 @@ def predict(
     if not inputs:
         raise ValueError("inputs: give images, folders, a list of paths, or - for standard input")
     check_inputs(inputs)
-    return Predictions(open_predictor(model, settings, say), inputs, settings, sys.stdin)
+    return Predictions(_open_predictor(model, settings, say), inputs, settings, sys.stdin)
 
 
-def open_predictor(
+def _open_predictor(
     model: nn.Module | str | Path | ModelSource | ImageModel,
     settings: PredictSettings,
     say: Say = silent,
@@ -334,7 +334,7 @@ def _sentence(error: Exception) -> str:
 def check_inputs(inputs: Iterable[str]) -> None:
     """Refuse what does not exist before any work is done."""
     for name in inputs:
-        if name != STDIN and not Path(name).exists():
+        if name != _STDIN and not Path(name).exists():
             raise FileNotFoundError(f"{name}: there is no such image, folder or list of paths")
 
 
@@ -345,11 +345,11 @@ def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[
     only those of the folders on the way down are held at a time, of lists one line.
     """
     for name in inputs:
-        if name == STDIN:
+        if name == _STDIN:
             yield from _lines(sys.stdin if stdin is None else stdin)
         elif Path(name).is_dir():
             yield from _walk(name)
-        elif name.lower().endswith(LISTS):
+        elif name.lower().endswith(_LISTS):
             with Path(name).open(encoding="utf-8", errors="surrogateescape") as lines:
                 yield from _lines(lines)
         else:

@@ -19,7 +19,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 
-class ReferenceToMeBlock(nn.Module):
+class _Block(nn.Module):
     """A ViT block that removes `num_merged` tokens."""
 
     def __init__(self, host: Block, num_merged: int, num_prefix: int) -> None:
@@ -97,7 +97,7 @@ class ReferenceToMe(nn.Module):
             raise ValueError(f"num_merged: got {num_merged}; one number from 0 per block is needed")
         self.host = host
         self.blocks = nn.ModuleList(
-            ReferenceToMeBlock(cast("Block", block), count, host.num_prefix_tokens)
+            _Block(cast("Block", block), count, host.num_prefix_tokens)
             for block, count in zip(host.blocks, each, strict=True)
         )
 

@@ -39,7 +39,7 @@ from ltm.report.pictures import (
 from ltm.report.tracing import Traces
 from ltm.report.verdicts import verdicts
 
-REPORT = "report.html"
+_REPORT = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def write_report(
     comparison: Comparison, folder: Path, pictures: Sequence[Illustration] = ()
 ) -> Path:
     """Write the report of a comparison into a folder."""
-    path = folder / REPORT
+    path = folder / _REPORT
     path.write_text(render_report(comparison, pictures), encoding="utf-8")
     return path
 
@@ -80,7 +80,7 @@ def write_report(
 def render_report(comparison: Comparison, pictures: Sequence[Illustration] = ()) -> str:
     """The report as HTML."""
     batches = _batch_sizes(comparison)
-    return templates().get_template("report.html").render(
+    return _templates().get_template("report.html").render(
         comparison=comparison,
         environment=comparison.environment,
         base=BASE,
@@ -116,7 +116,7 @@ def _factor(timings: Sequence[Timing], batch_size: int) -> str:
 
 
 @cache
-def templates() -> Environment:
+def _templates() -> Environment:
     """The templates of this package; everything put into HTML is escaped."""
     return Environment(
         loader=PackageLoader("ltm.report", "templates"),
@@ -294,7 +294,7 @@ def illustrate(scenes: Scenes, traces: Traces, block: int) -> list[Illustration]
     ]
 
 
-CARD = "README.md"
+_CARD = "README.md"
 
 
 def write_card(
@@ -309,7 +309,7 @@ def write_card(
     command = shlex.join(_shortened(word, given) for word in words)
     data = _shortened(comparison.data, given).rstrip("/")
     comparison = dataclasses.replace(comparison, command=command, data=data)
-    text = templates().get_template("card.md").render(
+    text = _templates().get_template("card.md").render(
         comparison=comparison,
         origin=origin or {},
         compressed=comparison.compressed,
@@ -318,7 +318,7 @@ def write_card(
         name=display_name,
         method=display_name(comparison.method),
     )  # fmt: skip
-    path = folder / CARD
+    path = folder / _CARD
     path.write_text(_shortened(text.strip(), given) + "\n", encoding="utf-8")
     return path
 

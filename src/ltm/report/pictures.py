@@ -107,7 +107,7 @@ def spread_cells(cells: NDArray, size: tuple[int, int]) -> NDArray:
     return cells[rows][:, columns]
 
 
-def weight_colours() -> ListedColormap:
+def _weight_colours() -> ListedColormap:
     """From dark to bright; both ends of the map are cut, which would vanish on a picture."""
     return ListedColormap(colormaps["inferno"](np.linspace(0.2, 0.9, 256)), name="weights")
 
@@ -120,7 +120,7 @@ def paint_weights(pixels: Pixels, weights: NDArray[np.float32]) -> Pixels:
     if largest <= 0:
         return faint.astype(np.uint8)
     heat = spread_cells(weights / largest, pixels.shape[:2])[..., None]
-    colours = weight_colours()(heat[..., 0])[..., :3] * 255
+    colours = _weight_colours()(heat[..., 0])[..., :3] * 255
     opacity = np.where(heat > 0, 0.85, 0.0)
     return (faint * (1 - opacity) + colours * opacity).astype(np.uint8)
 
@@ -149,7 +149,9 @@ def enlarge(pixels: Pixels, least: int = 224) -> Pixels:
     return np.repeat(np.repeat(pixels, factor, axis=0), factor, axis=1)
 
 
-def captioned(pictures: Sequence[Pixels], captions: Sequence[str], margin: int = 22) -> Image.Image:
+def _captioned(
+    pictures: Sequence[Pixels], captions: Sequence[str], margin: int = 22
+) -> Image.Image:
     """Put pictures of one size side by side, a line of text above each."""
     height, width = pictures[0].shape[:2]
     gap = 8
@@ -231,7 +233,7 @@ def weights_figure(
         axes[-1][column].set_xlabel(scenes.names[column], fontsize=8)
     _label_rows(axes, ["target", *maps])
     bar = figure.colorbar(
-        ScalarMappable(Normalize(0, 1), weight_colours()), ax=axes, fraction=0.02, pad=0.01
+        ScalarMappable(Normalize(0, 1), _weight_colours()), ax=axes, fraction=0.02, pad=0.01
     )
     bar.set_label("weight / largest", fontsize=7)
     bar.ax.tick_params(labelsize=6)
@@ -312,7 +314,7 @@ def layer_frames(scenes: Scenes, traces: Traces, index: int) -> list[Image.Image
     """One frame per merging block of any method: their groups in one image, side by side."""
     pixels = enlarge(scenes.pixels[index])
     names = list(traces)
-    frames = [captioned([pixels] * len(names), [f"{name}: image" for name in names])]
+    frames = [_captioned([pixels] * len(names), [f"{name}: image" for name in names])]
     for block in merging_blocks(traces):
         maps = maps_at(traces, block, len(scenes))
         pictures: list[Pixels] = []
@@ -320,7 +322,7 @@ def layer_frames(scenes: Scenes, traces: Traces, index: int) -> list[Image.Image
         for name, site in maps.items():
             pictures.append(paint_groups(pixels, site.group_grid(index)))
             captions.append(f"{name}, block {block}: {site.num_tokens(index)} tokens")
-        frames.append(captioned(pictures, captions))
+        frames.append(_captioned(pictures, captions))
     return frames
 
 

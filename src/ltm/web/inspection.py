@@ -21,7 +21,7 @@ from ltm.report.pictures import Pixels, Scenes, prepare
 from ltm.report.tracing import SiteMap, at_block, trace
 from ltm.web.networks import Network
 
-TOP = 5
+_TOP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def inspect(
 
 
 def _guesses(logits: Tensor, names: tuple[str, ...]) -> tuple[Guess, ...]:
-    best = logits[0].float().softmax(-1).topk(min(TOP, len(names)))
+    best = logits[0].float().softmax(-1).topk(min(_TOP, len(names)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return tuple(Guess(name=names[int(index)], probability=value) for index, value in pairs)
 

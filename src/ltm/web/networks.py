@@ -91,14 +91,14 @@ def as_network(
     saved = model.eval() if is_merging(model) else None
     original = model.eval()
     if saved is not None:
-        original = sharing_copy(saved)
+        original = _sharing_copy(saved)
         unmerge_tokens_(original)
     return Network(
         name=name, model=original, spec=spec, class_names=names, sample=sample, saved=saved
     )
 
 
-def sharing_copy(model: nn.Module) -> nn.Module:
+def _sharing_copy(model: nn.Module) -> nn.Module:
     """A copy that shares all weights: merging changes what a network does, not what it knows."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -141,7 +141,7 @@ class Networks:
 
 @torch.no_grad()
 def _merging_copy(network: Network, config: MethodConfig) -> nn.Module:
-    model = sharing_copy(network.model)
+    model = _sharing_copy(network.model)
     merge_tokens_(model, config, image_size_of(model, network.spec.size))
     if network.sample is None:
         return model
@@ -157,7 +157,7 @@ def _titled(title: str) -> type[MethodConfig]:
 # --- Networks that come with the package ---------------------------------------------------------
 
 SIDE, CLASSES = 96, 20
-SAMPLE = 64
+_SAMPLE = 64
 """Images for class statistics and thresholds."""
 
 
@@ -218,8 +218,8 @@ def embedded_network(name: str) -> Network:
     model = timm.create_model(found.model, num_classes=CLASSES, **found.arguments)
     weights = load_file(weights_path(name))
     model.load_state_dict({key: value.float() for key, value in weights.items()}, strict=True)
-    images = ShapesClassification("train", SAMPLE, SIDE, CLASSES)
-    spec = shapes_spec(model)
+    images = ShapesClassification("train", _SAMPLE, SIDE, CLASSES)
+    spec = _shapes_spec(model)
     return Network(
         name=embedded_title(name),
         model=model.eval().requires_grad_(False),
@@ -229,7 +229,7 @@ def embedded_network(name: str) -> Network:
     )
 
 
-def shapes_spec(model: nn.Module) -> ImageSpec:
+def _shapes_spec(model: nn.Module) -> ImageSpec:
     """Images of generated shapes as a network expects them."""
     return image_spec(DataConfig(source="shapes"), model)
 

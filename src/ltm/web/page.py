@@ -15,13 +15,13 @@ from ltm.web.networks import Networks
 from ltm.web.rendering import draw_groups, draw_token, layer_table, share_of, summary
 from ltm.web.uploads import RefusedUploadError, read_picture
 
-TITLE = "Token merging"
-INTRODUCTION = (
+_TITLE = "Token merging"
+_INTRODUCTION = (
     "# Token merging\nA vision transformer cuts a picture into patches and makes each a token. "
     "Merging makes tokens that are alike one: the same network for less compute. Choose or upload "
     "a picture, move the ratio, and click a patch to see which others it shares a token with."
 )
-ROUNDS = 7
+_ROUNDS = 7
 """Timings of a picture, before and after in turn."""
 _QUEUE = 32
 """Requests that may wait; more are told to come back."""
@@ -67,7 +67,7 @@ class Handlers:
         self, path: str, name: str, method: str, ratio: float, block: int, point: Point | None
     ) -> tuple[Any, ...]:
         """All that is shown of a picture."""
-        seen = self._inspect(path, name, method, ratio, ROUNDS)
+        seen = self._inspect(path, name, method, ratio, _ROUNDS)
         token = draw_token(seen, block, point)
         return (
             {guess.name: guess.probability for guess in seen.before},
@@ -128,8 +128,8 @@ class _Views:
 
 def build_page(handlers: Handlers) -> gr.Blocks:
     """Lay out the page; nothing in it is fetched from elsewhere."""
-    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(600, 600)) as page:
-        gr.Markdown(INTRODUCTION)
+    with gr.Blocks(title=_TITLE, analytics_enabled=False, delete_cache=(600, 600)) as page:
+        gr.Markdown(_INTRODUCTION)
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
                 controls = _controls(handlers)

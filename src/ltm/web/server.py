@@ -24,8 +24,8 @@ from ltm.web.networks import Network, Networks, embedded_network, own_network
 from ltm.web.settings import ServeSettings
 from ltm.web.uploads import MAX_BYTES
 
-LOCAL = "127.0.0.1"
-THREADS = 4
+_LOCAL = "127.0.0.1"
+_THREADS = 4
 """Pictures are looked at one after the other; further threads would only wait."""
 _M_ARENA_MAX = -8
 """glibc's name of the setting, in malloc.h."""
@@ -89,7 +89,7 @@ def _check_free(host: str, port: int) -> None:
 
 @contextmanager
 def serving(
-    networks: Networks, *, host: str = LOCAL, port: int | None = None, examples: int = 6
+    networks: Networks, *, host: str = _LOCAL, port: int | None = None, examples: int = 6
 ) -> Iterator[Server]:
     """Serve the page inside the `with`."""
     _share_memory()
@@ -115,7 +115,7 @@ def serving(
             show_error=True,
             footer_links=[],
             max_file_size=MAX_BYTES,
-            max_threads=THREADS,
+            max_threads=_THREADS,
             state_session_capacity=64,
             ssr_mode=False,
             pwa=False,

@@ -10,12 +10,12 @@ from PIL import Image, ImageOps
 from ltm.data.images import to_rgb
 
 MAX_BYTES = 20 * 2**20
-MAX_PIXELS = 50_000_000
+_MAX_PIXELS = 50_000_000
 SHOWN_SIDE = 768
 """Larger pictures are made smaller at once: networks see less anyway."""
 
 # What people take pictures with; Pillow's other decoders are rarely used and rarely tested.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 class RefusedUploadError(ValueError):
@@ -32,14 +32,14 @@ def read_picture(path: str | Path) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # The header alone is read here: a small file can claim any number of pixels.
-            with Image.open(path, formats=FORMATS) as image:
+            with Image.open(path, formats=_FORMATS) as image:
                 _check_pixels(image)
                 image.draft("RGB", (2 * SHOWN_SIDE, 2 * SHOWN_SIDE))
                 upright = ImageOps.exif_transpose(to_rgb(image))
     except RefusedUploadError:
         raise
     except Image.DecompressionBombError as error:
-        raise RefusedUploadError(f"The picture is too large: {_millions(MAX_PIXELS)}.") from error
+        raise RefusedUploadError(f"The picture is too large: {_millions(_MAX_PIXELS)}.") from error
     except Exception as error:  # decoders raise anything on damaged bytes
         raise RefusedUploadError(
             "The file is no picture that can be read; JPEG, PNG, WebP, GIF, BMP and TIFF are taken."
@@ -50,9 +50,9 @@ def read_picture(path: str | Path) -> Image.Image:
 
 def _check_pixels(image: Image.Image) -> None:
     pixels = image.width * image.height
-    if pixels > MAX_PIXELS:
+    if pixels > _MAX_PIXELS:
         raise RefusedUploadError(
-            f"The picture has {pixels / 1e6:.0f} megapixels; at most {_millions(MAX_PIXELS)}."
+            f"The picture has {pixels / 1e6:.0f} megapixels; at most {_millions(_MAX_PIXELS)}."
         )
 
 
