@@ -27,7 +27,9 @@ from ltm.data.shapes import example_pictures
 from ltm.web.networks import EMBEDDED, KEPT, embedded_title
 from reproduction.benchmarks.recording import parser, write_page
 
-SETTINGS = list(product(map(embedded_title, EMBEDDED), ("LTM", "ToMe"), (0.6, 0.7, 0.8, 0.9), (1, 3)))
+SETTINGS = list(
+    product(map(embedded_title, EMBEDDED), ("LTM", "ToMe"), (0.6, 0.7, 0.8, 0.9), (1, 3))
+)
 AT_ONCE = 8
 
 

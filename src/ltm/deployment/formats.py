@@ -40,7 +40,7 @@ _EXAMPLE_BATCH = 2
 
 
 def deployable(model: nn.Module) -> nn.Module:
-    """A copy that is ready to leave: on the processor, in float32, in evaluation mode, frozen."""
+    """A copy to export: on the processor, in float32, in evaluation mode, frozen."""
     ready = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
     if is_merging(ready):
         freeze_(ready)
@@ -61,7 +61,7 @@ def trace(model: nn.Module, image_size: tuple[int, int] | None = None) -> Export
     shape = channels_of(model), *image_size_of(model, image_size)
     images = torch.zeros(_EXAMPLE_BATCH, *shape)
     program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim.DYNAMIC},))
-    # Paths of whoever exported it are nobody else's business.
+    # Stack traces would tell the paths of the machine that exported it.
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
     return program

@@ -32,8 +32,7 @@ def prepare_folder(
 ) -> Path:
     """Save a converted model as the hub wants it; a card that is there already is kept.
 
-    `origin` may name a `base_model`, a `license` and `datasets`; nothing is made up where it does
-    not.
+    `origin` may name a `base_model`, a `license` and `datasets`; the card leaves out what it lacks.
     """
     information = describe(model, class_names=class_names)
     save(model, folder)
@@ -111,7 +110,7 @@ def push_to_hub(
         prepare_folder(model, folder, class_names=class_names, origin=origin)
         made = api.create_repo(repository, private=private, exist_ok=True)
         if api.file_exists(made.repo_id, CARD):
-            (folder / CARD).unlink()  # Somebody's own words are worth more than ours.
+            (folder / CARD).unlink()  # The repository's own card is kept.
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
     return str(made)
 

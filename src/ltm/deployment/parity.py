@@ -50,7 +50,7 @@ def compare(
                 )
             scale = expected.abs().amax(dim=1).clamp_min(1e-12)
             difference = (expected - found).abs().amax(dim=1) / scale
-            # A score that is no number would pass every comparison.
+            # NaN would pass every comparison.
             differences.append(difference.nan_to_num(torch.inf))
             agreements.append(expected.argmax(1) == found.argmax(1))
         worst, agreement = torch.cat(differences), torch.cat(agreements)

@@ -326,7 +326,7 @@ def _predict_batch(
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    # Pillow names the buffer that it read from, which says nothing to anybody.
+    # Pillow names the buffer that it read from, which tells a user nothing.
     text = str(error).partition("<_io.BytesIO")[0].strip()
     return " ".join(text.split()) or type(error).__name__
 
@@ -341,8 +341,8 @@ def check_inputs(inputs: Iterable[str]) -> None:
 def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[str]:
     """Paths of images, folders (with all they contain), lists of paths, and `-`, standard input.
 
-    What is given comes in the order given, what a folder contains sorted by path. Of all the names
-    only those of the folders on the way down are held at a time, of lists one line.
+    Inputs keep their order; what a folder contains is sorted by path. Memory holds only the names in
+    the folders on the way down to the current image, and one line of a list.
     """
     for name in inputs:
         if name == _STDIN:

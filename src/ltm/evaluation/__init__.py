@@ -1,5 +1,16 @@
-"""Measurements of networks: frozen rows, comparable because they come from the same images or run.
+"""Measurements of networks: accuracy, information bottleneck, latency.
 
-Import from the modules: `accuracy` (top-1, agreement, calibration), `bottleneck` (information
-bottleneck per site), `latency` (time and memory against the untouched network).
+| module | holds |
+|---|---|
+| `evaluate` | `ltm.evaluate`: accuracy, cost and bottleneck, merged and untouched |
+| `benchmark` | `ltm.benchmark`: interleaved timing of networks and methods |
+| `accuracy`, `bottleneck`, `cost` | the numbers of `ltm.evaluate` |
+| `latency` | networks timed against the untouched one |
+| `timing` | interleaved rounds, speed-ups with intervals, a lock between processes |
+| `modes` | ways to run a network: eager, compiled, CUDA graph, ONNX Runtime |
+| `candidates` | networks prepared for a benchmark |
+| `records` | timing rows on disk, and as tables |
+| `environment` | the machine and the versions of a measurement |
+| `images` | images for measurements, by the name of their source |
+| `reference_tome` | ToMe as published, a peer of benchmarks |
 """

@@ -16,11 +16,11 @@ from ltm.core.cost import evaluating
 def measured_gmacs(model: nn.Module, images: Tensor) -> float:
     """Billions of multiply-adds per image, the mean over `images` seen one by one.
 
-    On models with fixed token counts this equals `ltm.gmacs`, which needs no images, but for
-    informative weights without class statistics: they rest, and `ltm.gmacs` counts them at work.
+    For fixed token counts this equals `ltm.gmacs`, which needs no images. The exception: informative
+    weights without class statistics do not run, but `ltm.gmacs` counts them.
     """
-    # On the CPU, where merging adds tokens up: a GPU multiplies by zeros and ones, which is faster
-    # there but counts as products. Attention in plain products: not every fused kernel is known.
+    # On the CPU merging adds tokens; a GPU multiplies by zeros and ones, which is faster there but
+    # would count as multiply-adds. The counter does not know every fused attention kernel.
     model = copy.deepcopy(model).cpu()
     images = images.to("cpu", next(model.parameters()).dtype)
     with (

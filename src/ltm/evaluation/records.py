@@ -1,4 +1,4 @@
-"""Result files: rows of several runs in one JSON file, and the same as Markdown."""
+"""Timing rows on disk: several runs in one JSON file, and the same rows as Markdown tables."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ _IDENTITY = ("model", "method", "ratio", "image_size", "batch_size", "dtype", "m
 class TimingFile:
     """Timings gathered over several runs; ratios hold within a run, so each has its own base.
 
-    The file is replaced as a whole after every `add`: what was measured is never half written, and
-    what other processes have added meanwhile stays. Without a path rows are only held. What is
-    there already goes at the first write unless it is to be kept.
+    Every `add` replaces the file in one step and keeps rows that other processes have added. Without
+    a path rows are only held in memory. Without `keep` the first write drops what the file held.
     """
 
     def __init__(self, path: Path | None, *, keep: bool = True) -> None:
@@ -33,7 +32,7 @@ class TimingFile:
         self.read()
 
     def read(self) -> None:
-        """Take over what is in the file."""
+        """Read the file, so that other processes' rows are kept."""
         path = self.path
         if path is None or self._replaces or not path.exists():
             return
@@ -47,7 +46,7 @@ class TimingFile:
             ) from error
 
     def start_run(self, environment: Environment, settings: Mapping[str, object]) -> None:
-        """Note what the coming rows are measured on and with; the first of them numbers the run."""
+        """Note hardware and settings of the rows to come; the first of them numbers the run."""
         self._run = {
             "environment": dataclasses.asdict(environment),
             "settings": dict(settings),
@@ -95,7 +94,7 @@ class TimingFile:
         write_text(folder / "table.md", self.markdown())
 
     def write_table(self) -> None:
-        """Write all rows of the file, whoever added them, as table.md beside it."""
+        """Write all rows of the file, of every process, as table.md beside it."""
         if self.path is None or not self.path.exists():
             return
         with self._locked():
@@ -152,7 +151,7 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, A
 
 
 def _describe_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What runs were measured on: a line for all that had the same."""
+    """What runs were measured on: one line for each environment."""
     alike: dict[str, list[int]] = {}
     for run in runs:
         alike.setdefault(_describe(run["environment"]), []).append(run["run"])

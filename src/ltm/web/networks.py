@@ -99,7 +99,7 @@ def as_network(
 
 
 def _sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares all weights: merging changes what a network does, not what it knows."""
+    """A copy that shares all weights with the original; merging does not change them."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -201,7 +201,7 @@ EMBEDDED = {
 
 
 def embedded_title(name: str) -> str:
-    """What the page calls a network, lest it be taken for one that knows photographs."""
+    """What the page calls an embedded network: it knows shapes, not photographs."""
     return f"{name} (generated shapes)"
 
 

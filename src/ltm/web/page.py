@@ -24,7 +24,7 @@ _INTRODUCTION = (
 _ROUNDS = 7
 """Timings of a picture, before and after in turn."""
 _QUEUE = 32
-"""Requests that may wait; more are told to come back."""
+"""Requests that may wait; further ones are refused."""
 
 Point = tuple[float, float]
 """Where somebody clicked, as shares of height and width."""
