@@ -341,8 +341,8 @@ def check_inputs(inputs: Iterable[str]) -> None:
 def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[str]:
     """Paths of images, folders (with all they contain), lists of paths, and `-`, standard input.
 
-    Inputs keep their order; what a folder contains is sorted by path. Memory holds only the names in
-    the folders on the way down to the current image, and one line of a list.
+    Inputs keep their order; what a folder contains is sorted by path. Memory holds only the names
+    in the folders on the way down to the current image, and one line of a list.
     """
     for name in inputs:
         if name == _STDIN:

@@ -16,8 +16,8 @@ from ltm.core.cost import evaluating
 def measured_gmacs(model: nn.Module, images: Tensor) -> float:
     """Billions of multiply-adds per image, the mean over `images` seen one by one.
 
-    For fixed token counts this equals `ltm.gmacs`, which needs no images. The exception: informative
-    weights without class statistics do not run, but `ltm.gmacs` counts them.
+    For fixed token counts this equals `ltm.gmacs`, which needs no images. The exception:
+    informative weights without class statistics do not run, but `ltm.gmacs` counts them.
     """
     # On the CPU merging adds tokens; a GPU multiplies by zeros and ones, which is faster there but
     # would count as multiply-adds. The counter does not know every fused attention kernel.

@@ -19,8 +19,9 @@ _IDENTITY = ("model", "method", "ratio", "image_size", "batch_size", "dtype", "m
 class TimingFile:
     """Timings gathered over several runs; ratios hold within a run, so each has its own base.
 
-    Every `add` replaces the file in one step and keeps rows that other processes have added. Without
-    a path rows are only held in memory. Without `keep` the first write drops what the file held.
+    Every `add` replaces the file in one step and keeps rows that other processes have added.
+    Without a path rows are only held in memory. Without `keep` the first write drops what the file
+    held.
     """
 
     def __init__(self, path: Path | None, *, keep: bool = True) -> None:

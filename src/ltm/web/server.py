@@ -133,7 +133,7 @@ def serving(
 
 
 def _share_memory() -> None:
-    """Let all threads allocate from one arena (glibc); by default each keeps the memory it freed."""
+    """Let all threads allocate from one arena (glibc): by default each keeps what it has freed."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     mallopt = getattr(libc, "mallopt", None)  # other C libraries have none, and need none
     if mallopt is not None:
