@@ -101,12 +101,14 @@ def test_repeated_augmentation_shows_an_image_in_several_ways(shapes):
     assert not torch.equal(batch.images[0], batch.images[1])
 
 
-def test_images_pass_unchanged_without_a_spec():
-    dataset = [(torch.rand(3, 4, 4), label) for label in range(3)]
-    batch = next(iter(build_loader(dataset, batch_size=3)))  # pyright: ignore[reportArgumentType]
-    assert torch.equal(batch.images, torch.stack([image for image, _ in dataset]))
-    half = next(iter(build_loader(dataset, batch_size=3, dtype=torch.float16)))  # pyright: ignore[reportArgumentType]
-    assert half.images.dtype == torch.float16
+@pytest.mark.parametrize("num_images", [0, 1, 7, 12])
+def test_evaluation_neither_drops_nor_doubles(num_images):
+    shares = [
+        build_loader(range(num_images), batch_size=2, rank=rank, world_size=4, collate=list)  # pyright: ignore[reportArgumentType]
+        for rank in range(4)
+    ]
+    found = [index for share in shares for batch in share for index in batch]
+    assert sorted(found) == list(range(num_images))
 
 
 def test_images_of_the_wrong_type_are_refused(shapes):

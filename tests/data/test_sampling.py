@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from ltm.data.sampling import EvaluationSampler, TrainingSampler, make_key, random_numbers_of
+from ltm.data.sampling import TrainingSampler, make_key, random_numbers_of
 
 
 def test_keys_are_distinct_and_fit_every_generator():
@@ -77,18 +77,6 @@ def test_repeated_augmentation(num_images):
     assert len({drawn.key for drawn in together}) == len(together)  # each time augmented anew
     other = TrainingSampler(range(num_images), seed=2, repeats=3)
     assert [drawn.index for drawn in other][:9] != [drawn.index for drawn in together][:9]
-
-
-def test_order_can_be_kept():
-    sampler = TrainingSampler(range(6), shuffle=False, rank=1, world_size=2)
-    assert [drawn.index for drawn in sampler] == [1, 3, 5]
-
-
-@pytest.mark.parametrize("num_images", [0, 1, 7, 12])
-def test_evaluation_neither_drops_nor_doubles(num_images):
-    shares = [EvaluationSampler(range(num_images), rank=rank, world_size=4) for rank in range(4)]
-    assert sorted(index for share in shares for index in share) == list(range(num_images))
-    assert sum(map(len, shares)) == num_images
 
 
 def test_an_epoch_may_draw_only_some_images() -> None:

@@ -27,7 +27,7 @@ def write_tar(path, members):
 
 def opened(paths, **options):
     found = open_shards(paths)
-    return ImageDataset(found.images, found.labels, found.class_names, **options)
+    return ImageDataset(found.files, found.labels, found.class_names, **options)
 
 
 def values(items):

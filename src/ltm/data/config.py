@@ -1,6 +1,6 @@
 """Settings of data and augmentation: frozen values for the command line and YAML alike."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -117,25 +117,13 @@ class AugmentConfig:
     @classmethod
     def none(cls) -> "AugmentConfig":
         """Return settings that leave images as evaluation sees them."""
-        return cls(
-            scale=(1.0, 1.0),
-            ratio=(1.0, 1.0),
-            hflip=0.0,
-            color_jitter=0.0,
-            auto_augment=None,
-            erase=0.0,
-            mixup=0.0,
-            cutmix=0.0,
-            smoothing=0.0,
-        )
+        return replace(cls.light(), scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0)
 
 
 def without_removed(values: dict[str, Any]) -> dict[str, Any]:
     """Return data settings that 0.1.0 wrote, less those that no longer exist."""
-    return {name: value for name, value in values.items() if name not in _REMOVED}
-
-
-_REMOVED = ("resident", "shuffle_buffer")
+    removed = ("resident", "shuffle_buffer")
+    return {name: value for name, value in values.items() if name not in removed}
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

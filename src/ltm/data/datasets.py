@@ -1,9 +1,5 @@
-"""Open labelled images: folders, .zip archives, tar shards, Hugging Face, generated shapes.
+"""Open labelled images: folders, .zip archives, tar shards, Hugging Face, generated shapes."""
 
-`open_dataset` tells them apart by the source's form, and returns an `ImageDataset` for each.
-"""
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +7,9 @@ import numpy as np
 from PIL import Image
 
 from ltm.data.config import DataConfig
-from ltm.data.folders import FileImages, label_paths, list_images, open_files
-from ltm.data.images import ImageDataset, Transform, to_rgb
-from ltm.data.shapes import ShapesClassification, shapes_options
+from ltm.data.folders import label_images, open_files
+from ltm.data.images import ImageDataset, LabelledFiles, Transform, to_rgb
+from ltm.data.shapes import ShapesClassification, shapes_arguments
 from ltm.data.shards import ShardImages, expand_shards, open_shards
 from ltm.extras import require
 
@@ -47,11 +43,18 @@ def open_dataset(
             `val`, the rest being `train`. With 0 every split is the whole.
     """
     source = str(source)
-    for recognises, open_source in _SOURCES:
-        if recognises(source):
-            return open_source(source, split, transform, max_unreadable, holdout_ratio)
-    raise FileNotFoundError(
-        f"no data at {source}; give a folder, a .zip archive, tar shards, hf:NAME or shapes"
+    if source.partition(":")[0] == "shapes":  # a folder of this name is written ./shapes
+        counts = {"images": 4000, "val_images": 1000}
+        arguments = shapes_arguments(source, split, classes=10, size=64, **counts)
+        return ShapesClassification(**arguments, transform=transform)
+    found = _find_images(source, split, holdout_ratio)
+    return ImageDataset(
+        found.files,
+        found.labels,
+        found.class_names,
+        split=found.split,
+        transform=transform,
+        max_unreadable=max_unreadable,
     )
 
 
@@ -87,50 +90,27 @@ def refuse_shared(one: ImageDataset, other: ImageDataset, *splits: str) -> None:
             )
 
 
-def _open_files(
-    source: str, split: str, transform: Transform | None, max_unreadable: int, holdout_ratio: float
-) -> ImageDataset:
+def _find_images(source: str, split: str, holdout_ratio: float) -> LabelledFiles:
+    """Tell sources apart by their form."""
+    if source.startswith("hf:"):
+        return _find_on_hugging_face(source, split)
+    if source.endswith(".tar") or _is_folder_of_shards(Path(source)):
+        paths = expand_shards(source, split)
+        is_split = any(expand_shards(source, other) != paths for other in ("train", "val"))
+        return open_shards(paths)._replace(split=split if is_split else "all")
     files = open_files(source)
-    assert files is not None, "recognised before"
-    found = label_paths(list_images(files), split, holdout_ratio)
-    return ImageDataset(
-        FileImages(files, found.paths),
-        found.labels,
-        found.class_names,
-        split=found.split,
-        transform=transform,
-        max_unreadable=max_unreadable,
-    )
+    if files is None:
+        raise FileNotFoundError(
+            f"no data at {source}; give a folder, a .zip archive, tar shards, hf:NAME or shapes"
+        )
+    return label_images(files, split, holdout_ratio)
 
 
-def _open_shards(
-    source: str, split: str, transform: Transform | None, max_unreadable: int, _: float
-) -> ImageDataset:
-    paths = expand_shards(source, split)
-    is_split = any(expand_shards(source, other) != paths for other in ("train", "val"))
-    found = open_shards(paths)
-    return ImageDataset(
-        found.images,
-        found.labels,
-        found.class_names,
-        split=split if is_split else "all",
-        transform=transform,
-        max_unreadable=max_unreadable,
-    )
-
-
-def _open_shapes(
-    source: str, split: str, transform: Transform | None, _: int, __: float
-) -> ShapesClassification:
-    defaults = {"classes": 10, "size": 64, "images": 4000, "val_images": 1000, "seed": 0}
-    options = shapes_options(source, defaults)
-    return ShapesClassification(
-        split,
-        options["images" if split == "train" else "val_images"],
-        options["size"],
-        options["classes"],
-        options["seed"],
-        transform=transform,
+def _is_folder_of_shards(folder: Path) -> bool:
+    return (
+        folder.is_dir()
+        and not any(path.is_dir() for path in folder.iterdir())
+        and any(folder.glob("*.tar"))
     )
 
 
@@ -155,11 +135,9 @@ class _HuggingFaceImages:
         return to_rgb(self._rows[index][self._column])
 
 
-def _open_hugging_face(
-    source: str, split: str, transform: Transform | None, max_unreadable: int, _: float
-) -> ImageDataset:
+def _find_on_hugging_face(source: str, split: str) -> LabelledFiles:
     datasets = require("datasets")
-    name, _colon, config = source.removeprefix("hf:").partition(":")
+    name, _, config = source.removeprefix("hf:").partition(":")
     known = datasets.get_dataset_split_names(name, config or None)
     chosen = next((alias for alias in _SPLIT_ALIASES.get(split, (split,)) if alias in known), None)
     if chosen is None:
@@ -167,13 +145,11 @@ def _open_hugging_face(
     rows = datasets.load_dataset(name, config or None, split=chosen)
     image = _column(rows.features, "Image", source)
     label = _column(rows.features, "ClassLabel", source)
-    return ImageDataset(
+    return LabelledFiles(
         _HuggingFaceImages(rows, image, f"{source}/{split}"),
         np.asarray(rows[label]),
         tuple(rows.features[label].names),
-        split=split,
-        transform=transform,
-        max_unreadable=max_unreadable,
+        split,
     )
 
 
@@ -183,27 +159,3 @@ def _column(features: dict[str, Any], kind: str, source: str) -> str:
         if type(feature).__name__ == kind:
             return name
     raise ValueError(f"{source} has no {kind} column among {', '.join(features)}")
-
-
-def _is_archive(source: str) -> bool:
-    return source.lower().endswith(".zip") and Path(source).is_file()
-
-
-def _is_folder_of_shards(source: str) -> bool:
-    folder = Path(source)
-    return (
-        folder.is_dir()
-        and not any(path.is_dir() for path in folder.iterdir())
-        and any(folder.glob("*.tar"))
-    )
-
-
-_Open = Callable[[str, str, Transform | None, int, float], ImageDataset]
-
-# The first that recognises a source opens it. A folder named "shapes" is written ./shapes.
-_SOURCES: tuple[tuple[Callable[[str], bool], _Open], ...] = (
-    (lambda source: source.partition(":")[0] == "shapes", _open_shapes),
-    (lambda source: source.startswith("hf:"), _open_hugging_face),
-    (lambda source: source.endswith(".tar") or _is_folder_of_shards(source), _open_shards),
-    (lambda source: Path(source).is_dir() or _is_archive(source), _open_files),
-)

@@ -3,15 +3,14 @@
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from PIL import Image
 
-from ltm.data.images import EXTENSIONS, decode
+from ltm.data.images import EXTENSIONS, LabelledFiles, decode
 
 _SPLIT_NAMES = {
     "train": "train",
@@ -23,38 +22,14 @@ _SPLIT_NAMES = {
 }
 
 
-class Files(Protocol):
-    """Files of a folder or an archive by name: relative, with "/" between a name's parts."""
-
-    path: Path
-
-    def names(self) -> list[str]:
-        """Return the names of all files, and of folders, which end in "/"."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """Return a file's content."""
-        ...
-
-
-def open_files(source: str | Path) -> Files | None:
-    """Open a folder or a .zip archive; None if the source is neither."""
-    path = Path(source)
-    if path.is_dir():
-        return _FolderFiles(path)
-    if path.is_file() and path.suffix.lower() == ".zip":
-        return _ZipFiles(path)
-    return None
-
-
-class _FolderFiles:
-    """Files of a folder on disk, links followed."""
+class Files:
+    """Files of a folder by name: relative, with "/" between a name's parts. Links are followed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def names(self) -> list[str]:
-        """Return the names of all files and folders within."""
+        """Return the names of all files, and of folders, which end in "/"."""
         found: list[str] = []
         for where, folders, files in os.walk(self.path, followlinks=True):
             inside = Path(where).relative_to(self.path).as_posix()
@@ -68,7 +43,17 @@ class _FolderFiles:
         return (self.path / name).read_bytes()
 
 
-class _ZipFiles:
+def open_files(source: str | Path) -> Files | None:
+    """Open a folder or a .zip archive; None if the source is neither."""
+    path = Path(source)
+    if path.is_dir():
+        return Files(path)
+    if path.is_file() and path.suffix.lower() == ".zip":
+        return _ZipFiles(path)
+    return None
+
+
+class _ZipFiles(Files):
     """Members of a .zip archive, read without unpacking it.
 
     Each process opens the archive by itself when it first reads: forked workers that shared one
@@ -76,7 +61,7 @@ class _ZipFiles:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._opened: tuple[int, zipfile.ZipFile] | None = None
         try:
             self._archive()
@@ -114,16 +99,6 @@ class Listing:
     folders: frozenset[str]
 
 
-@dataclass(frozen=True)
-class LabelledPaths:
-    """The images of one split, their labels, and the classes' names; `split` is "all" if none."""
-
-    paths: tuple[str, ...]
-    labels: np.ndarray
-    class_names: tuple[str, ...]
-    split: str
-
-
 class FileImages:
     """Images of a folder or an archive."""
 
@@ -159,26 +134,30 @@ def _visible(path: str) -> bool:
     return not (path.startswith((".", "__MACOSX")) or "/." in path)
 
 
-def label_paths(listing: Listing, split: str, holdout_ratio: float = 0.0) -> LabelledPaths:
+def label_images(files: Files, split: str, holdout_ratio: float = 0.0) -> LabelledFiles:
     """Choose a split and label its images by their class folder.
 
     Class folders lie in split folders (`train`, `val`, `test`) or directly in the root; one folder
     around everything is tolerated. Without split folders every split is the whole data set, or,
     given a hold-out ratio, "val" is that share of each class and "train" is the rest.
     """
+    listing = list_images(files)
     root = _class_root(listing)
     splits = _split_folders(listing, root)
-    if not splits:
-        labelled = _label(listing, root, _class_folders(listing, root), "all")
-        return _hold_out(labelled, split, holdout_ratio) if holdout_ratio else labelled
     wanted = _SPLIT_NAMES.get(split, split)
-    if wanted not in splits:
+    if splits and wanted not in splits:
         raise ValueError(
             f"{listing.where} has no split {split!r}; choose from {', '.join(sorted(splits))}"
         )
+    inside = splits.get(wanted, root)
     # The training classes define the labels, so that a class missing elsewhere shifts nothing.
-    classes = _class_folders(listing, splits.get("train", splits[wanted]))
-    return _label(listing, splits[wanted], classes, wanted)
+    classes = _class_folders(listing, splits.get("train", inside))
+    paths, labels, names = _label(listing, inside, classes)
+    if not splits and holdout_ratio:
+        chosen = _hold_out(labels, wanted, holdout_ratio)
+        paths, labels = [paths[index] for index in chosen], labels[chosen]
+    is_split = splits or holdout_ratio
+    return LabelledFiles(FileImages(files, paths), labels, names, wanted if is_split else "all")
 
 
 def _class_root(listing: Listing) -> str:
@@ -227,7 +206,10 @@ def _class_folders(listing: Listing, root: str) -> list[str]:
     return folders
 
 
-def _label(listing: Listing, root: str, classes: list[str], split: str) -> LabelledPaths:
+def _label(
+    listing: Listing, root: str, classes: list[str]
+) -> tuple[list[str], np.ndarray, tuple[str, ...]]:
+    """Return paths in order of their labels, the labels, and the names of all classes."""
     where = f"{listing.where}/{root}".rstrip("/")
     by_class = defaultdict(list)
     for path in listing.images:
@@ -235,32 +217,22 @@ def _label(listing: Listing, root: str, classes: list[str], split: str) -> Label
             by_class[path[len(root) :].split("/", 1)[0]].append(path)
     if not by_class:
         raise ValueError(f"{where} has class folders but no images in them; check the path")
-    _refuse_unknown_classes(where, by_class, classes)
-    _refuse_empty_classes(where, _children(listing, root), by_class)
-    names, label_of = _number_classes(classes)
-    ordered = sorted(by_class, key=label_of.__getitem__)
-    paths = tuple(path for name in ordered for path in by_class[name])
-    counts = [len(by_class[name]) for name in ordered]
-    labels = np.repeat(np.array([label_of[name] for name in ordered], dtype=np.int64), counts)
-    return LabelledPaths(paths, labels, names, split)
-
-
-def _refuse_unknown_classes(where: str, found: Iterable[str], classes: list[str]) -> None:
-    unknown = sorted(set(found) - set(classes))
-    if unknown:
+    if unknown := sorted(by_class.keys() - set(classes)):
         raise ValueError(
             f"{where} has classes that the training images lack: {', '.join(unknown)}; "
             "remove them or add training images"
         )
-
-
-def _refuse_empty_classes(where: str, folders: list[str], found: Iterable[str]) -> None:
-    empty = sorted(set(folders) - set(found))
-    if empty:
+    if empty := sorted(set(_children(listing, root)) - by_class.keys()):
         raise ValueError(
             f"{where} has class folders without images: {', '.join(empty)}; "
             "remove them or add images"
         )
+    names, label_of = _number_classes(classes)
+    ordered = sorted(by_class, key=label_of.__getitem__)
+    paths = [path for name in ordered for path in by_class[name]]
+    counts = [len(by_class[name]) for name in ordered]
+    labels = np.repeat(np.array([label_of[name] for name in ordered], dtype=np.int64), counts)
+    return paths, labels, names
 
 
 def _number_classes(classes: list[str]) -> tuple[tuple[str, ...], dict[str, int]]:
@@ -277,18 +249,15 @@ def _number_classes(classes: list[str]) -> tuple[tuple[str, ...], dict[str, int]
     return names, {name: int(name) for name in ordered}
 
 
-def _hold_out(labelled: LabelledPaths, split: str, ratio: float) -> LabelledPaths:
-    """Hold out evenly spread images of every class that has at least two."""
+def _hold_out(labels: np.ndarray, split: str, ratio: float) -> np.ndarray:
+    """Return which images are of a split: evenly spread ones of every class of two are "val"."""
     if not 0.0 < ratio < 1.0:
         raise ValueError(f"holdout_ratio is {ratio}, but must be between 0 and 1")
-    wanted = _SPLIT_NAMES.get(split, split)
-    if wanted not in ("train", "val"):
+    if split not in ("train", "val"):
         raise ValueError(f"a hold-out has no split {split!r}; choose from train, val")
-    held = np.zeros(len(labelled.labels), dtype=bool)
-    for label in np.unique(labelled.labels):
-        members = np.flatnonzero(labelled.labels == label)
+    held = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
         count = min(max(round(len(members) * ratio), 1), len(members) - 1)
         held[members[(np.arange(count) * len(members)) // max(count, 1)]] = True
-    chosen = held if wanted == "val" else ~held
-    paths = tuple(path for path, keep in zip(labelled.paths, chosen, strict=True) if keep)
-    return LabelledPaths(paths, labelled.labels[chosen], labelled.class_names, wanted)
+    return np.flatnonzero(held if split == "val" else ~held)

@@ -4,7 +4,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch.utils.data import Dataset, get_worker_info
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"}
 )
+
+_MOST_NAMED = 20  # unreadable images in one error
 
 Transform = Callable[[Image.Image], Any]
 
@@ -32,6 +34,15 @@ class ImageFiles(Protocol):
     def read(self, index: int) -> Image.Image:
         """Return the decoded image; raise anything at all when that fails."""
         ...
+
+
+class LabelledFiles(NamedTuple):
+    """The images of one split, their labels and the classes' names; `split` is "all" if none."""
+
+    files: ImageFiles
+    labels: np.ndarray
+    class_names: tuple[str, ...]
+    split: str = "all"
 
 
 class ImageDataset(Dataset[tuple[Any, int]]):
@@ -162,9 +173,10 @@ class UnreadableImages:
         count = len(self)
         if count > self.limit:
             paths = [self._name(index) for index in self._flags.nonzero().flatten().tolist()]
+            more = f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
             raise UnreadableImagesError(
-                f"{count} unreadable images, max_unreadable is {self.limit}: {_some(paths)}; "
-                "repair or remove them"
+                f"{count} unreadable images, max_unreadable is {self.limit}: "
+                f"{', '.join(paths[:_MOST_NAMED])}{more}; repair or remove them"
             )
 
 
@@ -188,11 +200,6 @@ def next_readable(
 def _warn(path: str, reason: str = "") -> None:
     message = f"skipped unreadable image {path}{reason}"
     warnings.warn(message, UnreadableImageWarning, stacklevel=6)
-
-
-def _some(paths: Sequence[str], limit: int = 20) -> str:
-    more = f" and {len(paths) - limit} more" if len(paths) > limit else ""
-    return ", ".join(paths[:limit]) + more
 
 
 def decode(data: bytes) -> Image.Image:

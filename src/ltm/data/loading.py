@@ -7,6 +7,7 @@ copies the next one to the device while the network works on the last, and norma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -16,13 +17,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.images import ImageDataset, UnreadableImages, UnreadableImagesError
-from ltm.data.sampling import Draw, EvaluationSampler, TrainingSampler, random_numbers_of
+from ltm.data.sampling import Draw, TrainingSampler, random_numbers_of
 from ltm.data.transforms import ImageSpec, evaluation_transform, training_transform
 
-_UNCHANGED = ImageSpec(mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
-
 T = TypeVar("T")
-Collate = Callable[[Sequence[Any]], Any]
 
 
 class Batch(NamedTuple):
@@ -41,14 +39,14 @@ class Loader:
 
     def __init__(
         self,
-        batches: Iterable[Any],
-        length: int,
+        batches: DataLoader[Any] | PrefetchLoader,
+        finish: Callable[[Any], Any],
         dataset: Any,
-        order: TrainingSampler | EvaluationSampler,
+        order: TrainingSampler | range,
     ) -> None:
         self.dataset = dataset
         self._batches = batches
-        self._length = length
+        self._finish = finish
         self._order = order
 
     def set_epoch(self, epoch: int) -> None:
@@ -57,19 +55,18 @@ class Loader:
             self._order.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         unreadable: UnreadableImages | None = getattr(self.dataset, "unreadable", None)
-        if unreadable is None:
-            yield from self._batches
-            return
         try:
             for batch in self._batches:
-                unreadable.report()
-                yield batch
+                if unreadable is not None:
+                    unreadable.report()
+                yield self._finish(batch)
         except UnreadableImagesError:
-            unreadable.check()  # the same error, without a worker's traceback in its message
+            if unreadable is not None:
+                unreadable.check()  # the same error, without a worker's traceback in its message
             raise
 
 
@@ -105,14 +102,12 @@ def build_loader(
     training: bool = False,
     seed: int = 0,
     spec: ImageSpec | None = None,
+    collate: Callable[[Sequence[Any]], Any] | None = None,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
     rank: int = 0,
     world_size: int = 1,
-    shuffle: bool = True,
     repeats: int = 1,
     epoch_images: int = 0,
-    collate: Collate | None = None,
 ) -> Loader:
     """Load batches of this process's share of a data set.
 
@@ -120,32 +115,29 @@ def build_loader(
     every image once, in order. Evaluation shares may be uneven: reduce sums, not means.
 
     Args:
-        dataset: Items `(image, label)`; or anything, with a `collate` of its own.
+        dataset: Items `(image, label)` with 8-bit images; or anything, with a `collate`.
         batch_size: Images per batch and process.
         workers: Loader processes; 0 loads in this one. The same batches come out either way.
         training: Whether to shuffle, to seed random transforms, and to drop a short last batch.
         seed: Decides, with the epoch, the order and the random transforms.
-        spec: The normalisation of 8-bit images, done on the device; None passes images on as they
-            are, in `dtype`.
+        spec: How images are normalised, on the device; the default is ImageNet's normalisation.
+        collate: Makes a batch of a list of items; batches are then moved to the device as they
+            are, tensors in lists, tuples and dicts included, and `spec` is not used.
         device: Where batches go. For CUDA, memory is pinned and the copy overlaps computation.
-        dtype: Type of the images on the device.
         rank: This process's number among `world_size`.
         world_size: Number of processes that share the data set.
-        shuffle: Whether training shuffles.
         repeats: How often training repeats each image it draws (repeated augmentation).
         epoch_images: How many images a training epoch draws; 0 for all.
-        collate: Makes a batch of a list of items; batches are then moved to the device as they
-            are, tensors in lists, tuples and dicts included.
     """
     device = torch.device(device)
     items: Any = dataset
+    order: TrainingSampler | range = range(rank, len(items), world_size)
     if training:
         order = TrainingSampler(
             items,
             seed=seed,
             rank=rank,
             world_size=world_size,
-            shuffle=shuffle,
             repeats=repeats,
             epoch_images=epoch_images,
         )
@@ -155,25 +147,23 @@ def build_loader(
                 "use a smaller batch_size or more images"
             )
         items = _SeededItems(dataset)
-    else:
-        order = EvaluationSampler(items, rank=rank, world_size=world_size)
     batches = DataLoader(
         items,
         batch_size=batch_size,
         sampler=order,
         drop_last=training,
-        collate_fn=collate or (_collate if spec is None else _collate_bytes),
+        collate_fn=collate or _collate,
         pin_memory=device.type == "cuda" and torch.cuda.is_available(),
         num_workers=workers,
         persistent_workers=workers > 0,
         # Its own, so that starting an epoch leaves the global generator alone.
         generator=torch.Generator().manual_seed(seed),
     )
-    if collate is None:
-        moved: Iterable[Any] = _Normalised(batches, spec or _UNCHANGED, device, dtype)
-    else:
-        moved = _Moved(batches, device)
-    return Loader(moved, len(batches), dataset, order)
+    if collate is not None:
+        return Loader(batches, partial(to_device, device=device), dataset, order)
+    spec = spec or ImageSpec()
+    normalised = PrefetchLoader(batches, mean=spec.mean, std=spec.std, device=device)
+    return Loader(normalised, Batch._make, dataset, order)
 
 
 def training_loader(
@@ -237,36 +227,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-class _Normalised:
-    """`Batch`es, moved to the device by timm's prefetcher and normalised there."""
-
-    def __init__(
-        self,
-        batches: DataLoader[Any],
-        spec: ImageSpec,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._batches = PrefetchLoader(
-            batches, mean=spec.mean, std=spec.std, device=device, img_dtype=dtype
-        )
-
-    def __iter__(self) -> Iterator[Batch]:
-        for images, labels in self._batches:
-            yield Batch(images, labels)
-
-
-class _Moved:
-    """Batches of any form, moved to the device as they are."""
-
-    def __init__(self, batches: DataLoader[Any], device: torch.device) -> None:
-        self._batches, self._device = batches, device
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            yield to_device(batch, self._device)
-
-
 class _SeededItems(Dataset[Any]):
     """Items of a data set whose random transforms depend on the draw's key alone."""
 
@@ -279,21 +239,11 @@ class _SeededItems(Dataset[Any]):
 
 
 def _collate(items: Sequence[Any]) -> Any:
-    _require_tensor(items[0][0])
-    return default_collate(list(items))
-
-
-def _collate_bytes(items: Sequence[Any]) -> Any:
-    _require_tensor(items[0][0])
-    if items[0][0].dtype != torch.uint8:
-        raise TypeError(
-            f"images are {items[0][0].dtype} but would be normalised; use 8-bit or no spec"
-        )
-    return default_collate(list(items))
-
-
-def _require_tensor(image: Any) -> None:
+    image = items[0][0]
     if not isinstance(image, Tensor):
         raise TypeError(
             f"images are {type(image).__name__}; give the data set a transform to tensors"
         )
+    if image.dtype != torch.uint8:
+        raise TypeError(f"images are {image.dtype} but would be normalised; use 8-bit ones")
+    return default_collate(list(items))

@@ -75,7 +75,6 @@ class TrainingSampler(Sampler[Draw]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        shuffle: bool = True,
         repeats: int = 1,
         epoch_images: int = 0,
     ) -> None:
@@ -90,14 +89,12 @@ class TrainingSampler(Sampler[Draw]):
         self._drawn = min(epoch_images or len(dataset), len(dataset))
         self._rank = rank
         self._world_size = world_size
-        self._shuffle = shuffle
         self._repeated = None
         if repeats > 1:
             self._repeated = RepeatAugSampler(
                 dataset,
                 num_replicas=world_size,
                 rank=rank,
-                shuffle=shuffle,
                 num_repeats=repeats,
                 selected_round=_SMALLEST_ROUND if len(dataset) >= _SMALLEST_ROUND else 0,
             )
@@ -125,26 +122,6 @@ class TrainingSampler(Sampler[Draw]):
         if self._repeated is not None:
             self._repeated.set_epoch(order)  # it seeds its order with nothing but the epoch
             return list(self._repeated)
-        if not self._shuffle:
-            indices = torch.arange(self._num_images)
-        else:
-            generator = torch.Generator().manual_seed(order)
-            indices = torch.randperm(self._num_images, generator=generator)
+        generator = torch.Generator().manual_seed(order)
+        indices = torch.randperm(self._num_images, generator=generator)
         return indices[self._rank :: self._world_size][: len(self)].tolist()
-
-
-class EvaluationSampler(Sampler[int]):
-    """Every image once over all processes, none dropped and none doubled.
-
-    Shares may differ by one image, so sums and counts are to be reduced, not means, and models
-    that communicate in their forward pass are to be unwrapped first.
-    """
-
-    def __init__(self, dataset: Sized, *, rank: int = 0, world_size: int = 1) -> None:
-        self._indices = range(rank, len(dataset), world_size)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)

@@ -22,6 +22,7 @@ _SPLITS = {"train": 0, "val": 1, "test": 2}
 _TASKS = {"classification": 0, "detection": 1, "examples": 2}
 _RADII = (0.22, 0.36)
 _SMALL_RADII = (0.1, 0.2)
+_MAX_OBJECTS = 4
 _MAX_CACHED_BYTES = 256 * 2**20
 
 JointTransform = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
@@ -104,7 +105,6 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         num_classes: int = 5,
         seed: int = 0,
         *,
-        max_objects: int = 4,
         empty_ratio: float = 0.05,
         transforms: JointTransform | None = None,
     ) -> None:
@@ -112,7 +112,6 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         self.split = _known_split(split)
         self.num_images = _at_least(1, "num_images", num_images)
         self.image_size = _at_least(1, "image_size", image_size)
-        self.max_objects = _at_least(1, "max_objects", max_objects)
         if not 0.0 <= empty_ratio < 1.0:
             raise ValueError(f"empty_ratio is {empty_ratio}, but must be at least 0 and below 1")
         self.empty_ratio = empty_ratio
@@ -163,7 +162,7 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         if not 0 <= index < self.num_images:
             raise IndexError(f"image {index} of {self.num_images}")
         rng = _generator(self.seed, "detection", self.split, index)
-        count = 0 if rng.random() < self.empty_ratio else int(rng.integers(1, self.max_objects + 1))
+        count = 0 if rng.random() < self.empty_ratio else int(rng.integers(1, _MAX_OBJECTS + 1))
         labels = tuple(rng.integers(0, self.num_classes, count).tolist())
         scene = draw_scene(rng, labels, _SMALL_RADII)
         painting = paint(scene, self.image_size)
@@ -229,6 +228,21 @@ def shapes_options(source: str, defaults: dict[str, int]) -> dict[str, int]:
             raise ValueError(f"{option!r} is no option of generated shapes; write shapes:{known}")
         options[name] = int(value)
     return options
+
+
+def shapes_arguments(source: str, split: str, **defaults: int) -> dict[str, Any]:
+    """Read a source as arguments of `ShapesClassification` or `ShapesDetection`.
+
+    Defaults are `classes`, `size`, and `images` to train on and `val_images` otherwise.
+    """
+    options = shapes_options(source, defaults | {"seed": 0})
+    return {
+        "split": split,
+        "num_images": options["images" if split == "train" else "val_images"],
+        "image_size": options["size"],
+        "num_classes": options["classes"],
+        "seed": options["seed"],
+    }
 
 
 def _generator(seed: int, task: str, split: str, index: int) -> np.random.Generator:

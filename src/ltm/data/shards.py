@@ -10,55 +10,43 @@ checked before anything is read.
 
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from ltm.data.images import EXTENSIONS, decode
+from ltm.data.images import EXTENSIONS, LabelledFiles, decode
 from ltm.extras import require
 
 _MOST_IMAGE_BYTES = 2**28
 _MOST_LABEL_BYTES = 32
 
 
-@dataclass(frozen=True)
-class LabelledShards:
-    """The images of tar shards, their labels, and the classes' names."""
-
-    images: "ShardImages"
-    labels: np.ndarray
-    class_names: tuple[str, ...]
-
-
 class ShardImages:
-    """Images of tar shards, in the order of the shards as listed."""
+    """Images of tar shards, in the order of the shards as listed.
 
-    def __init__(self, paths: Sequence[Path], extents: Sequence[Sequence["_Extent"]]) -> None:
+    `places` (n x 4) has for every image its shard, its number in there, its offset and its size.
+    """
+
+    def __init__(self, paths: Sequence[Path], places: np.ndarray) -> None:
         self.paths = tuple(paths)
-        self._ends = np.cumsum([len(found) for found in extents])
-        self._extents = np.array([e for found in extents for e in found], np.int64).reshape(-1, 2)
+        self._places = places
 
     def __len__(self) -> int:
-        return len(self._extents)
+        return len(self._places)
 
     def name(self, index: int) -> str:
         """Say which image this is, counted within its shard."""
-        shard = self._shard(index)
-        before = int(self._ends[shard - 1]) if shard else 0
-        return f"{self.paths[shard]}, image {index - before}"
+        shard, number = self._places[index, :2]
+        return f"{self.paths[shard]}, image {number}"
 
     def read(self, index: int) -> Image.Image:
         """Return the decoded image."""
-        offset, size = self._extents[index].tolist()
-        with self.paths[self._shard(index)].open("rb") as file:
+        shard, _, offset, size = self._places[index].tolist()
+        with self.paths[shard].open("rb") as file:
             file.seek(offset)
             return decode(file.read(size))
-
-    def _shard(self, index: int) -> int:
-        return int(np.searchsorted(self._ends, index, side="right"))
 
 
 def expand_shards(pattern: str, split: str) -> tuple[Path, ...]:
@@ -86,7 +74,7 @@ def _has_word(name: str, start: str) -> bool:
     return any(word.startswith(start) for word in words)
 
 
-def open_shards(paths: Sequence[Path]) -> LabelledShards:
+def open_shards(paths: Sequence[Path]) -> LabelledFiles:
     """Index shards; `classes.txt` beside them, a name a line, names the classes."""
     if not paths:
         raise FileNotFoundError("no tar shards match; check the pattern, such as a-{000..123}.tar")
@@ -96,21 +84,23 @@ def open_shards(paths: Sequence[Path]) -> LabelledShards:
             f"{len(missing)} of {len(paths)} tar shards are missing, {missing[0]} first; "
             "check the pattern"
         )
-    indexed = [_index_shard(path) for path in paths]
-    labels = np.array([label for shard in indexed for label in shard.labels], dtype=np.int64)
-    if not len(labels):
+    rows = [
+        (shard, number, *sample)
+        for shard, path in enumerate(paths)
+        for number, sample in enumerate(_samples(path))
+    ]
+    if not rows:
         raise ValueError(f"no images in {len(paths)} tar shards, {paths[0]} first")
+    table = np.array(rows, dtype=np.int64)
+    places, labels = table[:, :4], table[:, 4]
     names = _listed_classes(paths[0].parent / "classes.txt")
     if names and labels.max() >= len(names):
         raise ValueError(
             f"classes.txt beside {paths[0]} names {len(names)} classes, but labels go up to "
             f"{labels.max()}"
         )
-    return LabelledShards(
-        ShardImages(paths, [shard.extents for shard in indexed]),
-        labels,
-        names or tuple(str(label) for label in range(labels.max() + 1)),
-    )
+    names = names or tuple(str(label) for label in range(labels.max() + 1))
+    return LabelledFiles(ShardImages(paths, places), labels, names)
 
 
 def _listed_classes(path: Path) -> tuple[str, ...]:
@@ -125,25 +115,16 @@ class _Extent(NamedTuple):
     size: int
 
 
-class _Indexed(NamedTuple):
-    """The images of one shard, in order."""
-
-    extents: list[_Extent]
-    labels: list[int]
-
-
-def _index_shard(path: Path) -> _Indexed:
+def _samples(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield offset and size of every image of a shard, and its label."""
     group_by_keys = require("webdataset.tariterators", extra="cli").group_by_keys
 
     def refuse(error: Exception) -> bool:
         raise ValueError(f"{path}: {error.args[0]}") from error
 
-    found = _Indexed([], [])
     with path.open("rb") as file:
         for sample in group_by_keys(_members(path), handler=refuse):
-            found.extents.append(_image(path, sample))
-            found.labels.append(_label(path, file, sample))
-    return found
+            yield (*_image(path, sample), _label(path, file, sample))
 
 
 def _members(path: Path) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ from torchvision import tv_tensors
 
 from ltm.data.folders import FileImages, Files, list_images, open_files
 from ltm.data.images import ImageFiles, UnreadableImages, next_readable
-from ltm.data.shapes import JointTransform, ShapesDetection, shapes_options
+from ltm.data.shapes import JointTransform, ShapesDetection, shapes_arguments
 from ltm.data.targets import Mask, decode_mask, make_target
 
 
@@ -221,7 +221,9 @@ def open_detection(
         max_unreadable: How many unreadable images are skipped, with a warning, before an error.
     """
     if str(source).partition(":")[0] == "shapes":
-        return _open_shapes(str(source), split, transforms)
+        counts = {"images": 500, "val_images": 100}
+        arguments = shapes_arguments(str(source), split, classes=5, size=128, **counts)
+        return ShapesDetection(**arguments, transforms=transforms)
     files = open_files(source)
     if files is None:
         raise FileNotFoundError(
@@ -235,19 +237,6 @@ def open_detection(
         crowd=crowd,
         transforms=transforms,
         max_unreadable=max_unreadable,
-    )
-
-
-def _open_shapes(source: str, split: str, transforms: JointTransform | None) -> ShapesDetection:
-    defaults = {"classes": 5, "size": 128, "images": 500, "val_images": 100, "seed": 0}
-    options = shapes_options(source, defaults)
-    return ShapesDetection(
-        split,
-        options["images" if split == "train" else "val_images"],
-        options["size"],
-        options["classes"],
-        options["seed"],
-        transforms=transforms,
     )
 
 
