@@ -72,6 +72,7 @@ def fold(x: Tensor, patch: Grid, grid: Grid) -> Tensor:
 class MergingLayer(MergingMixin, HostBlock):
     """A transformer layer inside a MobileViT block."""
 
+    attn: Any
     area: int
 
     def forward(

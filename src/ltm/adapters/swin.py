@@ -160,6 +160,7 @@ class WindowMerge(Merge):
 class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
     """A Swin block that merges its attention output."""
 
+    attn: Any
     window: Grid
     shift: Grid
     whole: bool

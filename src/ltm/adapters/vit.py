@@ -36,6 +36,7 @@ from ltm.methods.base import MethodConfig, Site
 class MergingBlock(MergingMixin, HostBlock):
     """A ViT block that merges its attention output: the paper's block for regular transformers."""
 
+    attn: Any
     class_token: bool
     """Whether the first token is one; there may be registers without it."""
 
@@ -195,7 +196,7 @@ class ViTAdapter(Adapter):
         for block, slot in zip(vit.blocks, make_slots(config, sites, state, starts), strict=True):
             slot.counting = config.counting()
             slot.opens = False  # The network opens the forward: it knows the shape of the image.
-            convert_block_(block, config, slot, MergingBlock, block.attn.qkv)
+            convert_block_(block, config, slot, MergingBlock, cast("Any", block).attn.qkv)
             cast("Any", block).class_token = vit.cls_token is not None
         become_(vit, _CLASSES[type(vit)])
 

@@ -3,6 +3,7 @@
 Letters: b images, t tokens with their prefix, h heads, d channels of a head.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # ruff: noqa: ARG001 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ included), r tokens that leave, c channels, d features, y classes; f and s the t
 alternate matching; z tokens, m sizes, a attention received.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 
@@ -157,8 +158,9 @@ def match(
     if by_kernel and uses_triton(tokens.detach()):
         # Who leaves has no gradient: a kernel finds it in training too, but no weights then.
         known = size, attention, weight
-        fixed = (None if x is None else x.detach() for x in known)
-        *places, weighed = _assign(tokens.detach(), *fixed, *_arguments(rule))
+        fixed: list[Any] = [None if x is None else x.detach() for x in known]
+        places: list[Any]
+        *places, weighed = _assign(tokens.detach(), *fixed, *_arguments(rule))  # pyright: ignore[reportCallIssue]
         if not uses_triton(tokens.detach(), *known):
             weighed = by_attention(weight, tokens, size, attention, rule)
             weighed = weighed.scatter(1, places[2].long(), 0.0) if rule.prune else weighed

@@ -4,6 +4,7 @@ Letters: b images, t tokens with their prefix, n patch tokens before, p places a
 h x w a grid before, h2 x w2 after.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 
