@@ -75,8 +75,8 @@ def check_budget(budget: float) -> None:
     """Refuse what is no share."""
     if not 0 < budget <= 1:
         raise ValueError(
-            f"budget: got {budget}; it is a share of the original's multiply-adds, above 0 and at "
-            "most 1."
+            f"budget: got {budget:g}; it is a share of the original's multiply-adds, above 0 and "
+            "at most 1."
         )
 
 

@@ -33,6 +33,10 @@ BAD_INPUT = (
     NotADirectoryError,
     PermissionError,
 )
+"""Errors that are the user's: one sentence, and exit code 2."""
+
+INTERRUPTED = 130
+"""What a shell sees of a command that Ctrl-C stopped."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -24,8 +24,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
-INTERRUPTED = 130
-"""What a shell sees of a command that Ctrl-C stopped."""
+from ltm.cli import INTERRUPTED
 
 T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]
