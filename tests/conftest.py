@@ -38,6 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_counts() -> Iterator[None]:
+    """Multiply-adds of equal networks are counted once."""
+    from counted import share_counts_
+
+    with pytest.MonkeyPatch.context() as patch:
+        share_counts_(patch)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
