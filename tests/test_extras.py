@@ -80,6 +80,7 @@ def test_the_core_is_five_packages() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_core_works_alone_and_a_command_names_its_extra() -> None:
     code = BLOCK.format(missing=optional() | {"onnx_ir", "datasets", "torchmetrics"}) + WORK
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

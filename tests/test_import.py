@@ -37,6 +37,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = ltm.merge_everything  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 def test_the_command_line_needs_no_script() -> None:
     command = [sys.executable, "-m", "ltm", "benchmark", "--ratio", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -100,6 +100,7 @@ def test_a_budget_below_the_floor_names_it():
     ("name", "arguments"),
     [("swin_tiny_patch4_window7_224", {"depths": (2, 2, 2, 2)}), ("mobilevit_s", {})],
 )
+@pytest.mark.slow
 def test_matching_on_grids_keeps_more_tokens_where_more_may_be_spent(name, arguments):
     kept = []
     for ratio in (0.95, 0.9, 0.85):

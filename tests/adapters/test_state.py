@@ -82,6 +82,7 @@ def test_what_is_not_there_is_no_largest(kind):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @torch.no_grad()
+@pytest.mark.slow
 def test_compiled_models_are_looked_into():
     model, images = converted("vit"), pictures("vit", batch=3)
     model.compile(backend="eager")
@@ -103,6 +104,7 @@ def test_compiled_models_are_looked_into():
     [("vit", [0, 2]), ("swin", [3]), ("mobilevit", [0]), ("efficientvit", [1])],
 )
 @torch.no_grad()
+@pytest.mark.slow
 def test_blocks_that_are_compiled_one_by_one_know_the_others_tokens(name, compiled):
     model, images = converted(name, per_block=0.8), pictures(name)
     expected = model(images)
@@ -154,6 +156,7 @@ def test_blocks_that_run_again_know_the_labels(name, support):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @torch.no_grad()
+@pytest.mark.slow
 def test_compiled_models_know_the_labels():
     model, images = knowing("vit", sites=(1, 2)), pictures("vit", batch=3)
     compiled, eager = torch.compile(model, backend="eager"), copy.deepcopy(model)

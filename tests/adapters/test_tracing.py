@@ -121,6 +121,7 @@ def test_matching_makes_no_tensor_of_pairs_by_channels(unchecked_shapes):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", ["ltm", "ltmp", "tofu", "tome"])
 @torch.no_grad()
+@pytest.mark.slow
 def test_torchscript_traces_a_converted_vit(method, unchecked_shapes):
     model, images = toy("vit"), pictures("vit")
     ltm.merge_tokens_(model, methods()[method](ratio=0.8))

@@ -156,6 +156,7 @@ def test_a_timm_model_comes_back_without_a_host(tmp_path):
     ("name", "size"),
     [("vit_tiny_patch16_224", 64), ("swin_tiny_patch4_window7_224", 192), ("mobilevit_xxs", 128)],
 )
+@pytest.mark.slow
 def test_images_are_prepared_for_the_size_that_was_converted(name, size, tmp_path):
     model = timm.create_model(name, num_classes=3).eval()
     if hasattr(model, "set_input_size"):

@@ -36,6 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_sheets_films_and_numbers(place: Path, tmp_path: Path) -> None:
     options = ["--weights", str(place / "weights.safetensors"), "--sites", "all", "--gif"]
     options += ["--method", "ltm:counts=40+20,sites=1+2", "--against", "tome:per_block=0.8"]

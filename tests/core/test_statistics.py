@@ -113,6 +113,7 @@ def test_alone_all_reduce_is_a_copy() -> None:
     assert reduced.counts.tolist() == [2, 1, 1]
 
 
+@pytest.mark.slow
 def test_two_processes_with_uneven_shards_equal_one(tmp_path: Path) -> None:
     num_classes, beta = 5, 8.0
     labels = torch.cat([torch.zeros(9, dtype=torch.int64), torch.randint(4, (31,))])  # 4 is empty

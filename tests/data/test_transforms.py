@@ -24,6 +24,7 @@ def picture():
     return Image.fromarray(values)
 
 
+@pytest.mark.slow
 def test_a_models_own_settings():
     model = timm.create_model("vit_tiny_patch16_224", depth=1)
     spec = image_spec(DataConfig(source="folder"), model)

@@ -110,6 +110,7 @@ class Hub:
 
 
 @pytest.mark.parametrize("has_card", [False, True])
+@pytest.mark.slow
 def test_what_is_uploaded_can_be_downloaded(
     has_card: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ def test_parts_add_up_and_nothing_is_run() -> None:
     assert model.training
 
 
+@pytest.mark.slow
 def test_mask_rcnn_counts_a_thousand_proposals() -> None:
     model = MaskRCNNConfig(backbone="efficientvit_b0", num_classes=3, image_size=(64, 90)).build()
     cost = detector_cost(model)

@@ -72,6 +72,7 @@ def mobilevit() -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.slow
 def test_a_map_of_few_tokens_costs_all_of_it_where_nothing_leaves() -> None:
     """Its last stage has four tokens, which cannot fall often enough to tell their cost."""
     model = mobilevit()

@@ -128,6 +128,7 @@ def test_distillation_comes_from_the_same_network_without_merging() -> None:
     assert warm.total.equal(warm.cross_entropy)
 
 
+@pytest.mark.slow
 def test_ltmp_adds_its_budget() -> None:
     model = build(ltm.LTMP(ratio=0.8, budget_weight=3.0))
     images, labels = batches()[0]

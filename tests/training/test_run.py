@@ -239,6 +239,7 @@ def test_averaged_weights_share_their_running_statistics_too(
     assert [model is kept for model in shared] == [False, True]
 
 
+@pytest.mark.slow
 def test_thresholds_are_set_and_measured_on_images_of_all_classes(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
