@@ -15,8 +15,8 @@ from ltm.detection.mask_rcnn import MaskRCNN, padded
 from ltm.detection.pyramid import Size
 from ltm.detection.ssdlite import SSDLite
 
-PROPOSALS = 1000
-DETECTIONS = 100
+_PROPOSALS = 1000
+_DETECTIONS = 100
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def _mask_rcnn(model: MaskRCNN) -> tuple[Size, dict[str, int], str]:
     backbone, maps = _counted(shadow.backbone, meta_images(shadow.backbone, size))
     rpn, _ = _counted(shadow.rpn.head, list(maps.values()))
     width, device = shadow.backbone.out_channels, "meta"
-    regions = torch.empty(PROPOSALS, width, 7, 7, device=device)
+    regions = torch.empty(_PROPOSALS, width, 7, 7, device=device)
     box, _ = _counted(nn.Sequential(heads.box_head, heads.box_predictor), regions)
-    regions = torch.empty(DETECTIONS, width, 14, 14, device=device)
+    regions = torch.empty(_DETECTIONS, width, 14, 14, device=device)
     mask, _ = _counted(nn.Sequential(heads.mask_head, heads.mask_predictor), regions)
     parts = {"backbone": backbone, "proposals": rpn, "boxes": box, "masks": mask}
-    note = f"{PROPOSALS} proposals, {DETECTIONS} masks; pooling and suppression not counted"
+    note = f"{_PROPOSALS} proposals, {_DETECTIONS} masks; pooling and suppression not counted"
     return size, parts, note
 
 

@@ -26,7 +26,7 @@ from ltm.detection.pyramid import Pyramid, Size, build_pyramid
 from ltm.detection.transforms import clean_target, float_image
 from ltm.methods.base import MethodConfig
 
-FINEST = 8
+_FINEST = 8
 """Where a network begins at a coarser stride than this, finer maps are made from its first."""
 _POOLED = {"box": 7, "mask": 14}
 
@@ -114,7 +114,7 @@ class MaskRCNN(TorchvisionMaskRCNN):
         if pyramid.canvas is not None:
             long = min(long, *pyramid.canvas)
         mean, std = pyramid.normalisation
-        backbone = PyramidFPN(pyramid, width)
+        backbone = _PyramidFPN(pyramid, width)
         strides = (*backbone.strides, 2 * backbone.strides[-1])
         super().__init__(
             backbone,
@@ -123,13 +123,13 @@ class MaskRCNN(TorchvisionMaskRCNN):
             image_mean=mean,
             image_std=std,
             rpn_anchor_generator=StridedAnchors(strides, anchor_scale),
-            rpn_head=FullPrecisionRPNHead(width, 3),
+            rpn_head=_FullPrecisionRPNHead(width, 3),
             box_roi_pool=strided_pool(backbone.strides, _POOLED["box"]),
             box_head=TwoMLPHead(width * _POOLED["box"] ** 2, 4 * width),
-            box_predictor=FullPrecisionPredictor(4 * width, num_classes + 1),
+            box_predictor=_FullPrecisionPredictor(4 * width, num_classes + 1),
             mask_roi_pool=strided_pool(backbone.strides, _POOLED["mask"]),
             mask_head=MaskRCNNHeads(width, [width] * 4, 1),
-            mask_predictor=FullPrecisionMaskPredictor(width, width, num_classes + 1),
+            mask_predictor=_FullPrecisionMaskPredictor(width, width, num_classes + 1),
             **options,
         )
         self.image_size = image_size
@@ -146,7 +146,7 @@ class MaskRCNN(TorchvisionMaskRCNN):
         return super().forward(images, targets)
 
 
-class PyramidFPN(nn.Module):
+class _PyramidFPN(nn.Module):
     """A pyramid and its top-down pathway, all maps of one width."""
 
     def __init__(self, pyramid: Pyramid, width: int) -> None:
@@ -156,7 +156,7 @@ class PyramidFPN(nn.Module):
         strides = list(pyramid.strides[self.skipped :])
         channels = list(pyramid.channels[self.skipped :])
         finer: list[nn.Module] = []
-        while strides[0] > FINEST:
+        while strides[0] > _FINEST:
             finer.append(_finer(channels[0]))
             strides.insert(0, strides[0] // 2)
             channels.insert(0, channels[0])
@@ -223,7 +223,7 @@ def strided_pool(strides: Sequence[int], size: int) -> MultiScaleRoIAlign:
     return pool
 
 
-class FullPrecisionRPNHead(RPNHead):
+class _FullPrecisionRPNHead(RPNHead):
     """torchvision's head of the region proposals, its outputs in full precision."""
 
     def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -231,7 +231,7 @@ class FullPrecisionRPNHead(RPNHead):
         return [value.float() for value in logits], [value.float() for value in boxes]
 
 
-class FullPrecisionPredictor(FastRCNNPredictor):
+class _FullPrecisionPredictor(FastRCNNPredictor):
     """torchvision's class scores and boxes, in full precision."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,7 +239,7 @@ class FullPrecisionPredictor(FastRCNNPredictor):
         return scores.float(), boxes.float()
 
 
-class FullPrecisionMaskPredictor(MaskRCNNPredictor):
+class _FullPrecisionMaskPredictor(MaskRCNNPredictor):
     """torchvision's mask logits, in full precision."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

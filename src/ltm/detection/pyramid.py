@@ -144,7 +144,7 @@ def build_pyramid(
         known = saved.get("pretrained_cfg") or {}
         host["normalisation"] = {name: known[name] for name in ("mean", "std") if name in known}
         return Pyramid(load(backbone), strides, restore=restore, host=host)
-    check_backbone(backbone)
+    _check_backbone(backbone)
     arguments, canvas = size_arguments(backbone, image_size)
     looked_at: Any = timm.create_model(backbone, features_only=True, **arguments)
     levels = looked_at.feature_info.reduction()
@@ -182,7 +182,7 @@ def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size
     merge_tokens_(network, merging, image_size)
 
 
-def check_backbone(name: str) -> None:
+def _check_backbone(name: str) -> None:
     """Refuse a name that timm does not know, naming near ones."""
     if not timm.is_model(name.partition(".")[0]):
         near = closest(name, timm.list_models())

@@ -19,7 +19,7 @@ from ltm.detection.transforms import clean_target, float_image
 from ltm.methods.base import MethodConfig
 
 STRIDES = (16, 32)
-EXTRA_CHANNELS = (512, 256, 256, 128)
+_EXTRA_CHANNELS = (512, 256, 256, 128)
 # torchvision takes a momentum of 0.03, which short runs are too short for.
 _norm = partial(nn.BatchNorm2d, eps=1e-3)
 
@@ -83,8 +83,8 @@ class SSDLite(SSD):
             raise ValueError(f"num_classes: got {num_classes}; at least 1 is needed.")
         mean, std = pyramid.normalisation
         boxes = DefaultBoxGenerator([[2, 3] for _ in range(6)], min_ratio=0.2, max_ratio=0.95)
-        backbone = ExtendedPyramid(pyramid)
-        head = FullPrecisionHead(
+        backbone = _ExtendedPyramid(pyramid)
+        head = _FullPrecisionHead(
             backbone.out_channels, boxes.num_anchors_per_location(), num_classes + 1, _norm
         )
         super().__init__(
@@ -121,17 +121,17 @@ _TORCHVISION_SSDLITE = {
 }
 
 
-class ExtendedPyramid(nn.Module):
+class _ExtendedPyramid(nn.Module):
     """A pyramid with smaller maps added at its end."""
 
     def __init__(self, pyramid: Pyramid) -> None:
         super().__init__()
         self.pyramid = pyramid
-        widths = (pyramid.channels[-1], *EXTRA_CHANNELS)
+        widths = (pyramid.channels[-1], *_EXTRA_CHANNELS)
         self.extra = nn.ModuleList(
-            extra_block(before, after) for before, after in itertools.pairwise(widths)
+            _extra_block(before, after) for before, after in itertools.pairwise(widths)
         )
-        self.out_channels = [*pyramid.channels, *EXTRA_CHANNELS]
+        self.out_channels = [*pyramid.channels, *_EXTRA_CHANNELS]
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         maps = self.pyramid(x)
@@ -140,7 +140,7 @@ class ExtendedPyramid(nn.Module):
         return OrderedDict((str(level), feature.float()) for level, feature in enumerate(maps))
 
 
-def extra_block(in_channels: int, out_channels: int) -> nn.Sequential:
+def _extra_block(in_channels: int, out_channels: int) -> nn.Sequential:
     """Half the resolution: 1 x 1, depthwise 3 x 3 of stride 2, 1 x 1."""
     middle = out_channels // 2
     layer = partial(Conv2dNormActivation, norm_layer=_norm, activation_layer=nn.ReLU6)
@@ -155,7 +155,7 @@ def extra_block(in_channels: int, out_channels: int) -> nn.Sequential:
     return block
 
 
-class FullPrecisionHead(SSDLiteHead):
+class _FullPrecisionHead(SSDLiteHead):
     """torchvision's head, its outputs in full precision."""
 
     def forward(self, x: list[Tensor]) -> dict[str, Tensor]:

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import Tensor
 
-MANIFEST = "manifest.json"
-STATE = "state.pt"
+_MANIFEST = "manifest.json"
+_STATE = "state.pt"
 _PREFIX, _UNFINISHED = "epoch-", ".unfinished-"
 
 
@@ -59,7 +59,7 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Optimiser and counters. Nothing is unpickled but tensors and plain values."""
-        return torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
+        return torch.load(self.folder / _STATE, map_location="cpu", weights_only=True)
 
 
 class Checkpoints:
@@ -83,7 +83,7 @@ class Checkpoints:
             f"{name}.safetensors": lambda values=values: _tensor_bytes(values)
             for name, values in tensors.items()
         }
-        files[STATE] = lambda: _state_bytes(state)
+        files[_STATE] = lambda: _state_bytes(state)
         target = self.folder / f"{_PREFIX}{epoch:04d}"
         with self._space_for(epoch):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class Checkpoints:
             aside.mkdir()
             written = {name: _write(aside / name, make()) for name, make in files.items()}
             content = {"epoch": epoch, "score": score, "files": written, "history": history}
-            _write(aside / MANIFEST, json.dumps(content, indent=1).encode())
+            _write(aside / _MANIFEST, json.dumps(content, indent=1).encode())
             _sync_folder(aside)
             shutil.rmtree(target, ignore_errors=True)
             aside.replace(target)
@@ -161,11 +161,11 @@ class Checkpoints:
 def damage(folder: Path, *, checksums: bool = True) -> str | None:
     """What is wrong with a checkpoint; None if nothing is."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
     except FileNotFoundError:
         return "it was not finished"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"{MANIFEST} is unreadable"
+        return f"{_MANIFEST} is unreadable"
     for name, expected in files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
@@ -177,7 +177,7 @@ def damage(folder: Path, *, checksums: bool = True) -> str | None:
 
 
 def _read(folder: Path) -> Checkpoint:
-    content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    content = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
     return Checkpoint(
         folder=folder,
         epoch=content["epoch"],

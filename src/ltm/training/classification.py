@@ -62,7 +62,7 @@ from ltm.training.trainable import choose_trainable_
 
 FITTING_IMAGES = 256
 """Unlabelled training images, spread over all classes, for methods that are fitted at the end."""
-BOTTLENECK_IMAGES = 2000
+_BOTTLENECK_IMAGES = 2000
 """Images, of the first process, on which the bottleneck is measured while training."""
 
 
@@ -303,7 +303,9 @@ class Classification(Task[TrainSettings]):
         loader = evaluation_loader(few, spec, self.settings.data, device=self.fabric.device)
         return torch.cat([batch.images for batch in loader])
 
-    def _first_clean(self, fabric: Fabric, model: nn.Module, place: dict[str, Any]) -> FirstBatches:
+    def _first_clean(
+        self, fabric: Fabric, model: nn.Module, place: dict[str, Any]
+    ) -> _FirstBatches:
         """Training images as evaluation sees them, for class statistics."""
         settings, wanted = self.settings, self.settings.merge.statistics_images
         subset = self.splits.train.take(wanted)
@@ -313,10 +315,10 @@ class Classification(Task[TrainSettings]):
         if settings.run.strategy == "fsdp":
             # Sharded networks run in step: no process may have a batch more than another.
             number = min(number, len(subset) // together)
-        return FirstBatches(loader, number)
+        return _FirstBatches(loader, number)
 
 
-class FirstBatches:
+class _FirstBatches:
     """The first batches of a loader, anew each time; each process has at least one."""
 
     def __init__(self, loader: Iterable[Batch], num_batches: int) -> None:
@@ -382,7 +384,7 @@ class _Features:
 
     @property
     def wanted(self) -> bool:
-        return sum(len(labels) for *_, labels in self._parts) < BOTTLENECK_IMAGES
+        return sum(len(labels) for *_, labels in self._parts) < _BOTTLENECK_IMAGES
 
     def add(self, records: Iterable[Record], images: Tensor, labels: Tensor) -> None:
         merging = [record for record in records if record.decision is not None]

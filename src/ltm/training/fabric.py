@@ -57,7 +57,7 @@ def make_fabric(settings: RunSettings) -> Fabric:
 def _strategy(settings: RunSettings, num_processes: int) -> Any:
     if settings.strategy == "fsdp":
         return ModelParallelStrategy(
-            shard_, data_parallel_size=num_processes, tensor_parallel_size=1
+            _shard_, data_parallel_size=num_processes, tensor_parallel_size=1
         )
     if num_processes == 1:
         return "auto"
@@ -68,7 +68,7 @@ def _strategy(settings: RunSettings, num_processes: int) -> Any:
     return DDPStrategy(find_unused_parameters=True, **{buffers: False})  # type: ignore[arg-type]
 
 
-def shard_(model: nn.Module, mesh: Any) -> nn.Module:
+def _shard_(model: nn.Module, mesh: Any) -> nn.Module:
     """Shard a network block by block (FSDP2), inner blocks first."""
     for module in reversed(list(model.modules())):
         if isinstance(module, MergingMixin) or type(module).__name__.endswith("Block"):

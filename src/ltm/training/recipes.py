@@ -128,7 +128,7 @@ def _small_finetune(family: str) -> TrainSettings:
     )
 
 
-GENERAL = "general"
+_GENERAL = "general"
 """The recipe of models that have none of their own."""
 
 SMALLEST = "shapes_vit"
@@ -137,7 +137,7 @@ SMALLEST = "shapes_vit"
 SCRATCH = {
     **{name: _scratch(name) for name in BACKBONES},
     **{f"shapes_{family}": _small(family) for family in _SMALL},
-    GENERAL: TrainSettings(
+    _GENERAL: TrainSettings(
         merge=MergeSettings(warm_epochs=5), optim=replace(_DEIT, epochs=100, clip=1.0)
     ),
 }
@@ -146,7 +146,7 @@ SCRATCH = {
 FINETUNE = {
     **{name: _finetune(name) for name in BACKBONES},
     **{f"shapes_{family}": _small_finetune(family) for family in _SMALL},
-    GENERAL: TrainSettings(
+    _GENERAL: TrainSettings(
         augment=_CROPS_ONLY,
         optim=_TUNING,
         tune=TuneSettings(trainable="mergers"),
@@ -160,7 +160,7 @@ def recipe_of(model: str) -> str:
     for recipe, name in BACKBONES.items():
         if model in (name, name.partition(".")[0]):
             return recipe
-    return GENERAL
+    return _GENERAL
 
 
 def find_recipe(name: str, recipes: Mapping[str, TrainSettings]) -> TrainSettings:

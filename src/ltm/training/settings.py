@@ -179,9 +179,9 @@ class TrainSettings:
         require_at_least("statistics_images", self.merge.statistics_images, 1)
         require_at_least("lora_rank", self.tune.lora_rank, 0)
         require_at_least("bound_weight", self.objective.bound_weight, 0)
-        require_positive("distill_temperature", self.objective.distill_temperature)
-        require_below_one("drop_path", self.model.drop_path)
-        require_below_one("distill_weight", self.objective.distill_weight)
+        _require_positive("distill_temperature", self.objective.distill_temperature)
+        _require_below_one("drop_path", self.model.drop_path)
+        _require_below_one("distill_weight", self.objective.distill_weight)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -211,8 +211,8 @@ def check_training(merge: MergingSettings, optim: OptimSettings, run: RunSetting
     require_at_least("warm_epochs", merge.warm_epochs, 0)
     require_at_least("noise", merge.noise, 0)
     require_at_least("clip", optim.clip, 0)
-    require_positive("lr", optim.lr)
-    require_below_one("ema", optim.ema)
+    _require_positive("lr", optim.lr)
+    _require_below_one("ema", optim.ema)
     require_method(merge.method)
     read_words(merge.method_options, owner="method_options")
 
@@ -235,13 +235,13 @@ def require_at_least(name: str, value: float, least: float) -> None:
         raise ValueError(f"{name} is {value}, but must be at least {least}")
 
 
-def require_positive(name: str, value: float) -> None:
+def _require_positive(name: str, value: float) -> None:
     """Refuse zero and negative values."""
     if not value > 0:
         raise ValueError(f"{name} is {value}, but must be positive")
 
 
-def require_below_one(name: str, value: float) -> None:
+def _require_below_one(name: str, value: float) -> None:
     """Refuse what is no share below one."""
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name} is {value}, but must be at least 0 and below 1")
@@ -310,9 +310,9 @@ def _of_today(values: dict[str, Any]) -> dict[str, Any]:
     options: list[str] = []
     for group, usual in _MOVED.items():
         found = groups.get(group)
-        for name, value in usual.items() if isinstance(found, dict) else ():
-            given = found.pop(name, value)
-            options += [] if given == value else [f"{name}={given}"]
+        if isinstance(found, dict):
+            given = {name: found.pop(name, value) for name, value in usual.items()}
+            options += [f"{name}={given[name]}" for name in usual if given[name] != usual[name]]
     merge = groups.get("merge")
     if options and isinstance(merge, dict):
         from ltm.methods import methods  # noqa: PLC0415 - settings are read without torch

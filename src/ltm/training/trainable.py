@@ -125,7 +125,7 @@ def add_lora_(
     converted before or after.
     """
     peft = require("peft", extra="train")
-    layers = target_layers(model, targets)
+    layers = _target_layers(model, targets)
     if not layers:
         raise ValueError(
             f"lora_targets: no projection of this network is named {' or '.join(targets)}"
@@ -173,7 +173,7 @@ def is_lora(name: str) -> bool:
     return ".lora_" in name
 
 
-def target_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
+def _target_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Paths of linear layers and convolutions called so, or inside something called so."""
     found = []
     for name, module in model.named_modules():
