@@ -25,8 +25,13 @@ from ltm.adapters.base import (
 )
 from ltm.adapters.state import TokenState
 from ltm.api import report
+from ltm.data.config import DataConfig
+from ltm.data.shapes import example_pictures
+from ltm.data.transforms import image_spec
 from ltm.kernels.attention import size_bias
 from ltm.methods.base import MethodConfig, Site
+from ltm.web.inspection import inspect
+from ltm.web.networks import Networks, as_network
 
 SIZE, CLASSES = 32, 4
 DATA = f"shapes:classes={CLASSES},size={SIZE},images=64,val_images=96"
@@ -219,3 +224,12 @@ def test_it_is_compressed_with_a_report(model: Ribbon, tmp_path: Path) -> None:
     )  # fmt: skip
     found.save(tmp_path / "small")
     assert (tmp_path / "small" / "report.html").is_file()
+
+
+def test_the_page_shows_it(model: Ribbon, images: Tensor) -> None:
+    pytest.importorskip("gradio")
+    mine = as_network("mine", model, image_spec(DataConfig(), model), None, sample=images)
+    merging = Networks({"mine": mine}).merging("mine", ltm.ToMe.title, 0.7)
+    seen = inspect(mine, merging, example_pictures(1)[0].image, rounds=0)
+    assert seen.layers[-1].tokens_after < seen.layers[-1].tokens_before == 64
+    assert seen.mmacs_after <= 0.7 * seen.mmacs_before
