@@ -6,19 +6,21 @@ The numbers are a measure of the design; ARCHITECTURE.md quotes them.
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import timm
 import torch
 
 import ltm
 from toys import pictures, toy
 
-ROOT = Path(ltm.__file__).parent
-MOST = {"block": 11, "merge_tokens_": 19}
+ROOT = f"{Path(ltm.__file__).parent}/"
+MOST = {"block": 11, "merge_tokens_": 19, "compress": 62}
+TINY: dict[str, Any] = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 4}
+TINY |= {"num_heads": 2, "num_classes": 4}
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 
@@ -28,10 +30,9 @@ def files_crossed(run: Callable[[], Any]) -> list[str]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
-            file = Path(code.co_filename)
-            with suppress(ValueError):
-                found.add(str(file.relative_to(ROOT)))
+        ours = event == "call" and code.co_filename.startswith(ROOT)
+        if ours and code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
+            found.add(code.co_filename.removeprefix(ROOT))
 
     before = sys.gettrace()
     sys.settrace(note)
@@ -63,3 +64,19 @@ def test_one_merging_block() -> None:
 def test_a_conversion() -> None:
     model, config = toy("vit"), ltm.LTM(ratio=0.7)
     assert_few("merge_tokens_", lambda: ltm.merge_tokens_(model, config))
+
+
+@pytest.mark.slow
+def test_compress(tmp_path: Path) -> None:
+    """From the network in memory to the report on the disk."""
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+
+    def compress() -> None:
+        found = ltm.compress(
+            model, "shapes:classes=4,size=32,images=64,val_images=96", compare=("tome",),
+            calibration_images=32, calibration_trials=2, images=16, bottleneck_images=0,
+            time=False, workers=0, device="cpu",
+        )  # fmt: skip
+        found.save(tmp_path / "small")
+
+    assert_few("compress", compress)
