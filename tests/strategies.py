@@ -1,4 +1,4 @@
-"""Random labelled samples for property tests."""
+"""Random labelled samples for property tests, and the bound as the paper sums it."""
 
 from dataclasses import dataclass
 
@@ -57,3 +57,12 @@ def variational(draw: st.DrawFn, num_classes: int) -> Tensor:
     sharpness = draw(st.sampled_from([0.0, 1.0, 20.0]))
     logits = torch.randn(num_classes, num_classes, generator=generator, dtype=torch.float64)
     return (sharpness * logits).softmax(0)
+
+
+def sample_bounds(phi_merged: Tensor, phi_inputs: Tensor, labels: Tensor, q: Tensor) -> Tensor:
+    """Upper bound IBB, one term per sample; IBB is their mean.
+
+    `IBB_i = sum_ab phi(X~_i, a) phi(X_i, b) log phi(X_i, b) - sum_a phi(X~_i, a) log Q(a | y_i)`.
+    """
+    inputs_term = phi_merged.sum(-1) * torch.xlogy(phi_inputs, phi_inputs).sum(-1)
+    return inputs_term - (phi_merged * q.log()[:, labels].mT).sum(-1)

@@ -9,11 +9,11 @@ from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from ltm.core import mask_gradient
-from ltm.core.bottleneck import negative_entropy, sample_bounds
+from ltm.core.bottleneck import negative_entropy
 from ltm.core.clustering import class_membership, normalise
 from ltm.core.mask_gradient import feature_gradient, psi, token_gradient
 from ltm.kernels.matching import bound_gradient, pooled_gradient
-from strategies import betas, variational
+from strategies import betas, sample_bounds, variational
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import ltm
 from ltm.api import mergers, merging_off, observe_, watching
-from ltm.core.bottleneck import sample_bounds
 from ltm.core.clustering import class_membership
 from ltm.core.statistics import ClassStatistics
 from ltm.data.loading import Batch
@@ -23,6 +22,7 @@ from ltm.training.objective import (
     take_statistics_,
 )
 from ltm.training.settings import ObjectiveSettings
+from strategies import sample_bounds
 
 
 def build(method: Any = None) -> nn.Module:

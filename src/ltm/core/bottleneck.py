@@ -81,12 +81,17 @@ def from_tables(
     input_log: Float[Tensor, ""],
     q: Float[Tensor, "a y"],
 ) -> InformationBottleneck:
-    """Compute the bottleneck from probabilities; `input_log` is the mean of `sum_b phi log phi`."""
+    """Compute the bottleneck from probabilities; `input_log` is the mean of `sum_b phi log phi`.
+
+    In `IBB = 1/n sum_i,a,b phi(X~_i, a) phi(X_i, b) log phi(X_i, b) - sum_a,y P(a, y) log Q(a | y)`
+    the sum over a of the first term is one, which leaves `input_log`.
+    """
+    log_q = q.clamp_min(torch.finfo(q.dtype).tiny).log()
     input_information = mutual_information(joint)
     label_information = mutual_information(by_label)
     return InformationBottleneck(
         loss=input_information - label_information,
-        bound=variational_bound(by_label, input_log, q),
+        bound=input_log - (by_label * log_q).sum(),
         c0=negative_entropy(joint.sum(0)),
         input_information=input_information,
         label_information=label_information,
@@ -127,31 +132,6 @@ def variational_q(by_label: Float[Tensor, "a y"], floor: float = FLOOR) -> Float
     return q / q.sum(0)
 
 
-def variational_bound(
-    by_label: Float[Tensor, "a y"], input_log: Float[Tensor, ""], q: Float[Tensor, "a y"]
-) -> Float[Tensor, ""]:
-    """Upper bound IBB in its table form.
-
-    The sum over a of its first term is one, which leaves the inputs' share, `input_log`.
-    """
-    return input_log - (by_label * _safe_log(q)).sum()
-
-
-def sample_bounds(
-    phi_merged: Float[Tensor, "n a"],
-    phi_inputs: Float[Tensor, "n b"],
-    labels: Int[Tensor, "n"],
-    q: Float[Tensor, "a y"],
-) -> Float[Tensor, "n"]:
-    """Upper bound IBB, one term per sample; IBB is their mean.
-
-    `IBB_i = sum_ab phi(X~_i, a) phi(X_i, b) log phi(X_i, b) - sum_a phi(X~_i, a) log Q(a | y_i)`.
-    """
-    validation.check_labels(labels, phi_merged.shape[0], q.shape[1])
-    inputs_term = phi_merged.sum(-1) * negative_entropy(phi_inputs)
-    return inputs_term - (phi_merged * _safe_log(q)[:, labels].mT).sum(-1)
-
-
 def _own_membership(x: Tensor, labels: Tensor, num_classes: int, beta: float) -> Tensor:
     """Return the membership of samples in the classes that they make up themselves."""
     features = widen(x).flatten(1)
@@ -165,10 +145,6 @@ def _label_table(phi: Float[Tensor, "n a"], labels: Int[Tensor, "n"]) -> Float[T
     """Joint probabilities with the label, `P(a, y) = 1/n sum_i phi(X~_i, a) 1[y_i = y]`."""
     table = phi.new_zeros(phi.shape[1], phi.shape[1])
     return table.index_add(1, labels, phi.mT) / phi.shape[0]
-
-
-def _safe_log(q: Tensor) -> Tensor:
-    return q.clamp_min(torch.finfo(q.dtype).tiny).log()
 
 
 def _check_samples(

@@ -61,8 +61,9 @@ def _without_autocast_on_meta() -> Generator[None, None, None]:
     """Before 1.0.30 timm enters autocast on the device of its tensors, and `meta` has none."""
 
     def autocast(device_type: str, *args: Any, **options: Any) -> AbstractContextManager[object]:
-        own = nullcontext() if device_type == "meta" else None
-        return own or torch.amp.autocast(device_type, *args, **options)
+        if device_type == "meta":
+            return nullcontext()
+        return torch.amp.autocast(device_type, *args, **options)
 
     with _REPLACING:
         module: Any = torch

@@ -193,10 +193,6 @@ class GridMerge(Merge):
         return self.rows.shape[0], self.columns.shape[0]
 
     @property
-    def grid_out(self) -> tuple[int, int]:
-        return self.rows.shape[1], self.columns.shape[1]
-
-    @property
     def num_in(self) -> int:
         return self.rows.shape[0] * self.columns.shape[0]
 

@@ -97,6 +97,7 @@ def _round_up(side: float, multiple: int, largest: int) -> int:
 
 
 Counts = TypeVar("Counts")
+_MAX_STEPS = 14
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,6 @@ def fit_budget(
     counts_at: Callable[[float], Counts],
     cost_of: Callable[[Counts], float],
     budget: float,
-    *,
-    steps: int = 14,
     tolerance: float = 0.003,
 ) -> Fit[Counts] | None:
     """Search the weakest strength whose cost is at most the budget; None where none is.
@@ -128,7 +127,7 @@ def fit_budget(
     best = Fit(1.0, counts, cost_of(counts))
     if best.cost > budget:
         return None
-    for step in range(steps):
+    for step in range(_MAX_STEPS):
         if best.cost >= (1 - tolerance) * budget or best.strength - low < 1e-4:
             break
         # Costs curve: interpolating alone creeps up from one side, so every third step halves.

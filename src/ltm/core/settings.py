@@ -1,4 +1,4 @@
-"""Settings at the door: values that are not of the types that a dataclass's fields have."""
+"""Settings at the door: values of the types that the fields of a dataclass have."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 _UNIONS = (Union, UnionType)
 
 
-def check_settings(settings: Any) -> None:
-    """Refuse settings with a ValueError that names the field, its value and what it may be."""
+def settle(settings: Any) -> None:
+    """Check the values of a frozen dataclass by their fields' types, and make them plain."""
     types = get_type_hints(cast("type[Any]", type(settings)))
     for field in dataclasses.fields(settings):
         value, wanted = getattr(settings, field.name), types[field.name]
         if not _suits(value, wanted):
             raise ValueError(f"{field.name}: got {value!r}; it must be {_said(wanted)}.")
-
-
-def settle(settings: Any) -> None:
-    """Check the values of a frozen dataclass, and make them plain."""
-    check_settings(settings)
-    for field in dataclasses.fields(settings):
-        object.__setattr__(settings, field.name, plain(getattr(settings, field.name)))
+        object.__setattr__(settings, field.name, plain(value))
 
 
 def plain(value: Any) -> Any:

@@ -7,12 +7,12 @@ epoch's memberships are measured against the centroids of the epoch before; a me
 data twice, first without memberships, then with those that the first pass's centroids give.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ltm.core import clustering, validation
 from ltm.core.bottleneck import (
@@ -23,13 +23,14 @@ from ltm.core.bottleneck import (
     variational_q,
 )
 from ltm.kernels.dispatch import full_precision
+from ltm.processes import sum_over_processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassStatistics:
     """Sums over the labelled samples of a site; `zeros` starts them, `update` adds a batch.
 
-    All fields are plain tensors and all are sums: keep them in buffers, save them, add them.
+    All fields are plain tensors and all are sums: keep them in buffers, save them.
     """
 
     counts: Float[Tensor, "c"]
@@ -49,7 +50,6 @@ class ClassStatistics:
         width: int,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float64,
     ) -> "ClassStatistics":
         """Start from nothing; float64 because a million small terms are lost in float32."""
         validation.check_num_classes(num_classes)
@@ -62,19 +62,8 @@ class ClassStatistics:
             "joint": (num_classes, num_classes),
             "input_log": (),
         }
-        return ClassStatistics(
-            **{
-                name: torch.zeros(shape, device=device, dtype=dtype)
-                for name, shape in shapes.items()
-            }
-        )
-
-    @staticmethod
-    def from_state(state: Mapping[str, Tensor]) -> "ClassStatistics":
-        """Rebuild statistics around the tensors of `state()`, which are not copied."""
-        return ClassStatistics(
-            **{field.name: state[field.name] for field in fields(ClassStatistics)}
-        )
+        zeros = partial(torch.zeros, device=device, dtype=torch.float64)
+        return ClassStatistics(**{name: zeros(shape) for name, shape in shapes.items()})
 
     def state(self) -> dict[str, Tensor]:
         """Return the sums by name."""
@@ -117,33 +106,16 @@ class ClassStatistics:
             self.joint.addmm_(membership.mT, input_membership)
         self.input_log.add_(negative_entropy(input_membership).sum())
 
-    def __add__(self, other: "ClassStatistics") -> "ClassStatistics":
-        for name, value in self.state().items():
-            theirs = other.state()[name]
-            if theirs.shape != value.shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(theirs.shape)}: {tuple(value.shape)} is needed to add"
-                )
-        return ClassStatistics(
-            **{name: value + other.state()[name].to(value) for name, value in self.state().items()}
-        )
-
     def all_reduce(self) -> "ClassStatistics":
         """Return the sum over all processes (a copy where there is only this one).
 
         Every sample weighs the same, however unevenly the processes share them.
         """
-        values = list(self.state().values())
-        flat = torch.cat([value.flatten() for value in values])
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(flat)
-        parts = torch.split_with_sizes(flat, [value.numel() for value in values])
-        return ClassStatistics(
-            **{
-                name: part.view_as(value)
-                for (name, value), part in zip(self.state().items(), parts, strict=True)
-            }
-        )
+        values = self.state()
+        flat = sum_over_processes(torch.cat([value.flatten() for value in values.values()]))
+        parts = torch.split_with_sizes(flat, [value.numel() for value in values.values()])
+        reduced = zip(values.items(), parts, strict=True)
+        return ClassStatistics(**{name: part.view_as(value) for (name, value), part in reduced})
 
     def centroids(self) -> Float[Tensor, "c d"]:
         """Class centroids; zero for empty classes."""
@@ -153,7 +125,7 @@ class ClassStatistics:
         """Variational Q(X~ in a | Y = y), columns summing to one; uniform for empty classes."""
         return variational_q(self.membership, floor)
 
-    def bottleneck(self, floor: float = FLOOR) -> InformationBottleneck:
+    def bottleneck(self) -> InformationBottleneck:
         """Information bottleneck of all samples; all of them must have come with memberships."""
         total, labelled = self.joint.sum(), self.membership.sum()
         if not bool(total > 0) or not torch.allclose(total, labelled, rtol=1e-3):
@@ -165,7 +137,7 @@ class ClassStatistics:
             joint=self.joint / total,
             by_label=self.membership / total,
             input_log=self.input_log / total,
-            q=self.q(floor),
+            q=self.q(),
         )
 
     def _check_batch(

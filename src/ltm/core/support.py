@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ltm.core.schedule import Grid
 
+_NUM_CANDIDATES = 9
+
 
 def anchors(num_tokens: int, num_targets: int) -> Int[Tensor, "p"]:
     """Evenly spaced tokens, one per target, all different."""
@@ -56,9 +58,7 @@ def axis_candidates(num_tokens: int, num_targets: int) -> Candidates:
     )
 
 
-def grid_candidates(
-    grid: Grid, num_tokens: int, num_targets: int, num_candidates: int = 9
-) -> Candidates:
+def grid_candidates(grid: Grid, num_tokens: int, num_targets: int) -> Candidates:
     """Candidates of a sequence of patches: the tokens nearest to the anchor in the image.
 
     A sequence that was merged before stands at the evenly spaced patches that remain of the grid.
@@ -72,7 +72,7 @@ def grid_candidates(
     points = points[anchors(len(points), num_tokens)] if num_tokens < len(points) else points
     chosen = anchors(num_tokens, num_targets)
     distance = torch.cdist(points[chosen], points)
-    index = distance.topk(min(num_candidates, num_tokens), dim=1, largest=False).indices
+    index = distance.topk(min(_NUM_CANDIDATES, num_tokens), dim=1, largest=False).indices
     return _candidates(
         index, torch.ones_like(index, dtype=torch.bool), chosen, distance.argmin(dim=0)
     )
@@ -84,14 +84,12 @@ def _candidates(index: Tensor, valid: Tensor, chosen: Tensor, homes: Tensor) -> 
     return Candidates(index, valid, anchor, home | anchor)
 
 
-def initial_logits(candidates: Candidates, confidence: float = 3.0) -> Float[Tensor, "p k"]:
+def initial_logits(candidates: Candidates) -> Float[Tensor, "p k"]:
     """Start from the partition in which every token is at home."""
-    return torch.where(candidates.home, confidence, -confidence)
+    return torch.where(candidates.home, 3.0, -3.0)
 
 
-def choose(
-    logits: Float[Tensor, "p k"], *, noise: float = 0.0, temperature: float = 1.0
-) -> Float[Tensor, "p k"]:
+def choose(logits: Float[Tensor, "p k"], *, noise: float = 0.0) -> Float[Tensor, "p k"]:
     """Binary choice of every candidate; the gradient passes straight through to the logits.
 
     With `noise` the logits are jittered by logistic noise of that scale; without, the choice is
@@ -101,7 +99,7 @@ def choose(
         uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
         logits = logits + noise * (uniform.log() - (-uniform).log1p())
     hard = (logits > 0).to(logits.dtype)
-    soft = torch.sigmoid(logits / temperature)
+    soft = torch.sigmoid(logits)
     return hard + soft - soft.detach()
 
 

@@ -124,7 +124,8 @@ def _samples(path: Path) -> Iterator[tuple[int, int, int]]:
 
     with path.open("rb") as file:
         for sample in group_by_keys(_members(path), handler=refuse):
-            yield (*_image(path, sample), _label(path, file, sample))
+            extent, label = _image(path, sample), _label(path, file, sample)
+            yield extent.offset, extent.size, label
 
 
 def _members(path: Path) -> Iterator[dict[str, Any]]:

@@ -24,9 +24,8 @@ from torch.export import Dim, ExportedProgram
 
 from ltm.api import freeze_, image_size_of, is_merging
 from ltm.core.cost import channels_of
-from ltm.core.translation import to_onnx
 from ltm.deployment.information import ModelInformation
-from ltm.evaluation.modes import onnx_session
+from ltm.evaluation.modes import onnx_session, to_onnx
 from ltm.extras import require
 
 SUFFIXES = {"program": ".pt2", "onnx": ".onnx", "openvino": ".xml"}

@@ -7,7 +7,8 @@ session) take only batches of the size they were made with.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from ltm.api.graphs import Captured
 from ltm.core.patches import embed_by_product_
-from ltm.core.translation import to_onnx
 from ltm.extras import require
 
 Runner = Callable[[Tensor], Any]
@@ -77,6 +78,41 @@ class OnnxForward:
 
     def __call__(self, images: Tensor) -> Any:
         return self.session.run(None, {self.input_name: images.numpy()})[0]
+
+
+def to_onnx(
+    program: ExportedProgram,
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> torch.onnx.ONNXProgram:
+    """A traced network as an ONNX program in memory; onnx and onnxscript must be installed."""
+    with warnings.catch_warnings():
+        # The exporter warns of its own deprecations, which are nothing to its users.
+        warnings.simplefilter("ignore")
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            input_names=input_names,
+            output_names=output_names,
+            # torch cannot translate a stable sort.
+            custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
+        )
+    assert exported is not None
+    return exported
+
+
+def _stable_sort(
+    values: Any,
+    stable: Any = None,  # noqa: ARG001 - part of the signature
+    dim: int = -1,
+    descending: bool = False,
+) -> Any:
+    """Among equals, TopK takes the lower index first: all of them, sorted, are a stable sort."""
+    op = require("onnxscript", extra="export").opset18
+    length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
+    return op.TopK(values, length, axis=dim, largest=int(descending), sorted=1)
 
 
 def onnx_session(path: Path, threads: int | None = None) -> Any:
