@@ -165,7 +165,9 @@ def _plain(name: str, value: Any, *, whole: bool) -> Any:
         parts = {f.name: _plain(f.name, getattr(value, f.name), whole=whole) for f in fields}
         if whole and isinstance(value, MergeSettings):
             config = method_config(value)
-            parts["config"] = None if config is None else _plain("", config, whole=True)
+            settings = {} if config is None else config.to_settings()
+            kept = {name: _plain("part", value, whole=True) for name, value in settings.items()}
+            parts["config"] = kept or None
         if not whole:
             usual = {f.name: f.default for f in fields}
             parts = {n: v for n, v in parts.items() if v != {} and getattr(value, n) != usual[n]}
