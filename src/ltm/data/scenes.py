@@ -12,18 +12,36 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-KINDS = ("disc", "triangle", "cross", "ring", "bar")
-TEXTURES = ("plain", "striped", "checked", "dotted")
-MAX_CLASSES = len(KINDS) * len(TEXTURES)
-
 _NUM_STROKES = 6
 _CELLS = (4, 12)  # cells a side of the two octaves of background clutter
 _PLACEMENT_TRIES = 12
 _MAX_ANGLE = 0.4  # radians, either way
-_SQRT3 = float(np.sqrt(3.0))
+_COS30 = float(np.sqrt(3.0)) / 2
 _OUTLINE = 0.1  # radii that textures leave free, lest dark stripes dissolve the shape
 
 Array = NDArray[np.floating]
+
+
+def _box(u: Array, v: Array, half_width: float, half_height: float) -> Array:
+    return np.maximum(np.abs(u) - half_width, np.abs(v) - half_height)
+
+
+# Signed distances of shapes that fill about the unit disc.
+_DISTANCES: dict[str, Callable[[Array, Array], Array]] = {
+    "disc": lambda u, v: np.sqrt(u * u + v * v) - 0.9,
+    "triangle": lambda u, v: np.maximum(np.abs(u) * _COS30 + v * 0.5, -v) - 0.52,
+    "cross": lambda u, v: np.minimum(_box(u, v, 0.95, 0.3), _box(v, u, 0.95, 0.3)),
+    "ring": lambda u, v: np.abs(np.sqrt(u * u + v * v) - 0.7) - 0.24,
+    "bar": lambda u, v: _box(u, v, 0.98, 0.4),
+}
+# Waves of a frequency and a phase; where they are high, a shape has its second colour.
+_PATTERNS: dict[str, Callable[[Array, Array, float, float], Array]] = {
+    "plain": lambda u, *_: np.full_like(u, -1.0),
+    "striped": lambda u, _, f, p: np.sin(f * u + p),
+    "checked": lambda u, v, f, p: 2.0 * np.sin(0.7 * f * u + p) * np.sin(0.7 * f * v + p),
+    "dotted": lambda u, v, f, p: np.cos(f * u + p) + np.cos(f * v + p) - 0.9,
+}
+_CLASSES = [(texture, shape) for texture in _PATTERNS for shape in _DISTANCES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +57,6 @@ class SceneObject:
     phase: float
     colour: Array
     second_colour: Array
-
-    @property
-    def kind(self) -> str:
-        """Return the shape, one of `KINDS`."""
-        return KINDS[self.label % len(KINDS)]
-
-    @property
-    def texture(self) -> str:
-        """Return the texture, one of `TEXTURES`."""
-        return TEXTURES[self.label // len(KINDS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +84,11 @@ class Scene:
 
 def class_names(num_classes: int) -> tuple[str, ...]:
     """Name the first `num_classes` pairs of texture and shape, such as "striped cross"."""
-    if not 2 <= num_classes <= MAX_CLASSES:
+    if not 2 <= num_classes <= len(_CLASSES):
         raise ValueError(
-            f"num_classes is {num_classes}, but generated shapes have 2 to {MAX_CLASSES} classes"
+            f"num_classes is {num_classes}, but generated shapes have 2 to {len(_CLASSES)} classes"
         )
-    count = len(KINDS)
-    return tuple(
-        f"{TEXTURES[label // count]} {KINDS[label % count]}" for label in range(num_classes)
-    )
+    return tuple(f"{texture} {shape}" for texture, shape in _CLASSES[:num_classes])
 
 
 def draw_scene(
@@ -190,66 +195,6 @@ def paint(scene: Scene, size: int) -> Painting:
     return Painting(canvas.astype(np.uint8), masks)
 
 
-def _disc(u: Array, v: Array) -> Array:
-    return np.sqrt(u * u + v * v) - 0.9
-
-
-def _bar(u: Array, v: Array) -> Array:
-    return np.maximum(np.abs(u) - 0.98, np.abs(v) - 0.4)
-
-
-def _triangle(u: Array, v: Array) -> Array:
-    side = np.abs(u) * (_SQRT3 / 2) + v * 0.5
-    return np.maximum(side, -v) - 0.52
-
-
-def _cross(u: Array, v: Array) -> Array:
-    a, b = np.abs(u), np.abs(v)
-    # The farther of the two from its axis is the arm's length, the nearer one its half width.
-    return np.maximum(np.maximum(a, b) - 0.95, np.minimum(a, b) - 0.3)
-
-
-def _ring(u: Array, v: Array) -> Array:
-    return np.abs(np.sqrt(u * u + v * v) - 0.7) - 0.24
-
-
-def _plain(u: Array, v: Array, frequency: float, phase: float) -> Array:  # noqa: ARG001
-    return np.zeros_like(u)
-
-
-def _striped(u: Array, v: Array, frequency: float, phase: float) -> Array:  # noqa: ARG001
-    return _sharpen(np.sin(frequency * u + phase))
-
-
-def _checked(u: Array, v: Array, frequency: float, phase: float) -> Array:
-    half = 0.7 * frequency
-    return _sharpen(2.0 * np.sin(half * u + phase) * np.sin(half * v + phase))
-
-
-def _dotted(u: Array, v: Array, frequency: float, phase: float) -> Array:
-    return _sharpen(np.cos(frequency * u + phase) + np.cos(frequency * v + phase) - 0.9)
-
-
-def _sharpen(wave: Array) -> Array:
-    return np.clip(0.5 + 1.5 * wave, 0.0, 1.0)
-
-
-# By name, as `KINDS` and `TEXTURES` list them. Shapes fill about the unit disc.
-DISTANCES: dict[str, Callable[[Array, Array], Array]] = {
-    "disc": _disc,
-    "triangle": _triangle,
-    "cross": _cross,
-    "ring": _ring,
-    "bar": _bar,
-}
-PATTERNS: dict[str, Callable[[Array, Array, float, float], Array]] = {
-    "plain": _plain,
-    "striped": _striped,
-    "checked": _checked,
-    "dotted": _dotted,
-}
-
-
 @lru_cache(maxsize=16)
 def _centres(size: int) -> Array:
     """Return the pixels' centres along one side."""
@@ -312,10 +257,12 @@ def _paint_object_(canvas: Array, item: SceneObject) -> tuple[tuple[slice, slice
     cos, sin = np.float32(np.cos(item.angle)), np.float32(np.sin(item.angle))
     u, v = cos * dx + sin * dy, cos * dy - sin * dx
     scale = np.float32(item.radius * size)
-    distance = DISTANCES[item.kind](u, v) * scale
+    texture, shape = _CLASSES[item.label]
+    distance = _DISTANCES[shape](u, v) * scale
     coverage = np.clip(0.5 - distance, 0.0, 1.0)
     inner = np.clip(0.5 - distance - _OUTLINE * scale, 0.0, 1.0)
-    pattern = inner * PATTERNS[item.texture](u, v, item.frequency, item.phase)
+    wave = _PATTERNS[texture](u, v, item.frequency, item.phase)
+    pattern = inner * np.clip(0.5 + 1.5 * wave, 0.0, 1.0)
     change = item.second_colour - item.colour
     colours = item.colour[:, None, None] + change[:, None, None] * pattern
     part = canvas[:, rows, columns]
