@@ -28,7 +28,7 @@ from ltm.api.conversion import (
 from ltm.api.watching import watching
 from ltm.core.cost import channels_of, meta_copy
 from ltm.core.patches import embed_by_product_
-from ltm.core.settings import plain
+from ltm.core.validation import plain
 from ltm.methods import config_from_dict
 from ltm.methods.base import Merger
 from ltm.methods.frozen import FrozenMerger

@@ -1,9 +1,18 @@
 """Checks at the door: a ValueError names the argument, its value and what is allowed."""
 
+from __future__ import annotations
+
+import dataclasses
 import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+
+_UNIONS = (Union, UnionType)
 
 
 def check_beta(beta: float) -> None:
@@ -64,3 +73,58 @@ def check_labels(labels: Tensor, num_samples: int, num_classes: int) -> None:
             f"labels range from {low} to {high}: with {num_classes} classes "
             f"they must lie in 0 to {num_classes - 1}"
         )
+
+
+def settle(settings: Any) -> None:
+    """Check the values of a frozen dataclass by their fields' types, and make them plain."""
+    types = get_type_hints(cast("type[Any]", type(settings)))
+    for field in dataclasses.fields(settings):
+        value, wanted = getattr(settings, field.name), types[field.name]
+        if not _suits(value, wanted):
+            raise ValueError(f"{field.name}: got {value!r}; it must be {_said(wanted)}.")
+        object.__setattr__(settings, field.name, plain(value))
+
+
+def plain(value: Any) -> Any:
+    """Numbers of other kinds, numpy's say, as Python's own, and sequences as tuples of such."""
+    if isinstance(value, list | tuple):
+        return tuple(plain(item) for item in cast("Sequence[Any]", value))
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _suits(value: Any, wanted: Any) -> bool:
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if origin in _UNIONS:
+        return any(_suits(value, kind) for kind in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        return isinstance(value, list | tuple) and _all_suit(cast("Sequence[Any]", value), inner)
+    if isinstance(value, bool):  # no number, though Python says so
+        return wanted is bool
+    if wanted is float:
+        return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, Integral if wanted is int else wanted)
+
+
+def _all_suit(values: Sequence[Any], kinds: tuple[Any, ...]) -> bool:
+    """Items of a tuple: each of the first kind where the second is an ellipsis."""
+    if kinds[1:] == (...,):
+        return all(_suits(value, kinds[0]) for value in values)
+    return len(kinds) == len(values) and all(map(_suits, values, kinds))
+
+
+def _said(wanted: Any) -> str:
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if origin in _UNIONS:
+        said = " or ".join(_said(kind) for kind in inner if kind is not NoneType)
+        return f"{said}, or None" if NoneType in inner else said
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if origin is tuple:
+        each = [_said(kind) for kind in inner if kind is not ...]
+        return f"a sequence, each {each[0]}" if ... in inner else f"({', '.join(each)})"
+    said = {bool: "True or False", float: "a number", int: "a whole number"}
+    return said.get(wanted, str(wanted.__name__))

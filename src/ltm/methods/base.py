@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid, constant_number, require_ratio
-from ltm.core.settings import plain, settle
+from ltm.core.validation import plain, settle
 
 Count = int | Grid
 """Tokens after a site, prefix excluded: a number on sequences, (height, width) on grids."""

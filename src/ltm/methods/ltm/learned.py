@@ -19,7 +19,6 @@ from ltm import kernels
 from ltm.core import mask_gradient
 from ltm.core.merge import DenseMerge, GridMerge, Merge, kronecker, row_normalise
 from ltm.core.schedule import Grid
-from ltm.core.settings import settle
 from ltm.core.support import (
     Candidates,
     anchors,
@@ -30,6 +29,7 @@ from ltm.core.support import (
     resample_logits,
     support_matrix,
 )
+from ltm.core.validation import settle
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 from ltm.methods.frozen import FrozenMerger
 from ltm.methods.ltm.step import Informative, LTMMerger, require_room

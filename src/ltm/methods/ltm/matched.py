@@ -12,7 +12,7 @@ from torch import Tensor
 from ltm import kernels
 from ltm.core.matching import merge_in_order
 from ltm.core.merge import MatchedMerge
-from ltm.core.settings import settle
+from ltm.core.validation import settle
 from ltm.kernels.matching import match_unimportant
 from ltm.methods.base import Decision, Hints, Site, token_size
 from ltm.methods.ltm.step import Informative, LTMMerger

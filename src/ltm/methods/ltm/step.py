@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ltm import kernels
 from ltm.core import clustering, mask_gradient
-from ltm.core.settings import settle
 from ltm.core.statistics import ClassStatistics
+from ltm.core.validation import settle
 from ltm.methods.base import Decision, Hints, Merger, Site, token_size
 
 TABLE_LIMIT = 1 << 28

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from ltm.core.settings import settle
+from ltm.core.validation import settle
 from ltm.methods.ltm.learned import Learned
 from ltm.methods.ltm.matched import Matched
 from ltm.methods.ltm.step import Informative
