@@ -27,7 +27,7 @@ import ltm
 from ltm.api import fit_, measure_share, mergers
 from ltm.calibration import CalibrateResult, CalibrateSettings, Calibration
 from ltm.evaluation import environment
-from ltm.evaluation.accuracy import Outputs, as_row, evaluate, paired_interval, summarise
+from ltm.evaluation.accuracy import Outputs, evaluate, paired_interval, summarise
 from ltm.evaluation.images import load_batches, open_images
 from ltm.files import write_text
 from ltm.methods import MethodConfig
@@ -236,12 +236,14 @@ class Rows:
 
     def add(self, part: str, method: str, budget: float, outputs: Outputs, **about: Any) -> None:
         """Note a row down, compared with the original and with ToMe at the same budget."""
-        row = {"part": part, "method": method, "budget": budget} | as_row(summarise(outputs))
+        row = {"part": part, "method": method, "budget": budget} | dataclasses.asdict(
+            summarise(outputs)
+        )
         for other, other_budget in ((BASE, 1.0), ("tome", budget)):
             found = self.find("curves", other, other_budget)
             if found is not None and method != other:
                 against = paired_interval(outputs.correct, unpacked(found["correct"]))
-                row[f"against_{other}"] = as_row(against)
+                row[f"against_{other}"] = dataclasses.asdict(against)
         self.rows.append(row | about | {"correct": packed(outputs.correct)})
 
     def write(self, about: dict[str, Any]) -> None:
@@ -345,7 +347,7 @@ def main() -> None:
         "command": " ".join(
             ["python", "-m", "reproduction.benchmarks.calibration_imagenet", *sys.argv[1:]]
         ),
-        "environment": as_row(environment.describe(bench.device)),
+        "environment": dataclasses.asdict(environment.describe(bench.device)),
     }
     setting = {
         "device": about["environment"]["device"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ltm.core.cost import meta_copy, meta_images, run_on_meta
+from ltm.extras import require
 
 LEAST = 4
 """Channels that every block keeps."""
@@ -96,7 +96,7 @@ def remove_channels_(
     model: nn.Module, keep: dict[str, Tensor], image_size: tuple[int, int]
 ) -> None:
     """Take hidden channels away for good, with torch-pruning's dependency graph."""
-    pruning = _torch_pruning()
+    pruning = require("torch_pruning", extra="reproduction")
     device = next(model.parameters()).device
     example = torch.zeros(2, 3, *image_size, device=device)
     model.eval()
@@ -106,13 +106,3 @@ def remove_channels_(
         if gone:
             conv = model.get_submodule(f"{name}.inverted_conv.conv")
             graph.get_pruning_group(conv, pruning.prune_conv_out_channels, idxs=gone).prune()
-
-
-def _torch_pruning() -> Any:
-    try:
-        return import_module("torch_pruning")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "S2ViTE and SAViT need the package torch-pruning; install it with: "
-            "pip install -e '.[reproduction]'"
-        ) from error

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ltm.api import conversion_of, is_merging
+from ltm.core.cost import num_parameters
 from ltm.data.loading import training_loader
 from ltm.detection.task import train_detector
 from ltm.evaluation.accuracy import evaluate
-from ltm.evaluation.cost import num_parameters
 from ltm.files import write_text
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.network import build, count_parameters, spec_of

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ltm.api import gmacs as count_gmacs, image_size_of, measure_share, mergers
+from ltm.core.cost import num_parameters
 from ltm.evaluation import accuracy
 from ltm.evaluation.accuracy import Outputs, PairedDifference, paired_interval, summarise
 from ltm.evaluation.bottleneck import SiteBottleneck, measure_bottleneck, watchable
-from ltm.evaluation.cost import num_parameters
 from ltm.evaluation.latency import BASE, Candidate, Conditions, Timing, measure_latency
 from ltm.models import Say, num_classes_of, silent
 from ltm.progress import Progress

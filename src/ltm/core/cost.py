@@ -1,4 +1,4 @@
-"""Counting multiply-adds (MACs) without running anything: on a copy of the model on `meta`."""
+"""Counting multiply-adds (MACs): without running anything, on a copy of the model on `meta`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 _REPLACING = threading.RLock()
@@ -41,6 +42,32 @@ def count_macs(meta_model: nn.Module, images: Tensor) -> int:
     with FlopCounterMode(display=False) as counter:
         run_on_meta(meta_model, images)
     return counter.get_total_flops() // 2
+
+
+@torch.no_grad()
+def measured_gmacs(model: nn.Module, images: Tensor) -> float:
+    """Billions of multiply-adds per image as they happen, the mean over images seen one by one.
+
+    For fixed token counts this equals `ltm.gmacs`, which needs no images. The exception:
+    informative weights without class statistics do not run, but `ltm.gmacs` counts them.
+    """
+    # On the CPU merging adds tokens; a GPU multiplies by zeros and ones, which is faster there but
+    # would count as multiply-adds. The counter does not know every fused attention kernel.
+    model = copy.deepcopy(model).cpu()
+    images = images.to("cpu", next(model.parameters()).dtype)
+    with (
+        evaluating(model),
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        for image in images:
+            model(image[None])
+    return counter.get_total_flops() / 2e9 / len(images)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters of a model, those of its mask modules included."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def run_on_meta(meta_model: nn.Module, inputs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltm.core.cost import meta_copy, meta_images, run_on_meta
+from ltm.core.cost import meta_copy, meta_images, num_parameters, run_on_meta
 from ltm.detection.mask_rcnn import MaskRCNN, padded
 from ltm.detection.pyramid import Size
 from ltm.detection.ssdlite import SSDLite
@@ -46,8 +46,7 @@ class DetectorCost:
 def detector_cost(model: nn.Module) -> DetectorCost:
     """The cost of a detector at its own image size."""
     size, parts, note = _parts(model)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return DetectorCost(num_parameters, sum(parts.values()), parts, size, note)
+    return DetectorCost(num_parameters(model), sum(parts.values()), parts, size, note)
 
 
 @singledispatch

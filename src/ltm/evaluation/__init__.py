@@ -4,7 +4,7 @@
 |---|---|
 | `evaluate` | `ltm.evaluate`: accuracy, cost and bottleneck, merged and untouched |
 | `benchmark` | `ltm.benchmark`: interleaved timing of networks and methods |
-| `accuracy`, `bottleneck`, `cost` | the numbers of `ltm.evaluate` |
+| `accuracy`, `bottleneck` | the numbers of `ltm.evaluate` |
 | `latency` | networks timed against the untouched one |
 | `timing` | interleaved rounds, speed-ups with intervals, a lock between processes |
 | `modes` | ways to run a network: eager, compiled, CUDA graph, ONNX Runtime |

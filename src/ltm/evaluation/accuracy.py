@@ -5,7 +5,6 @@ All networks see the same batches, so that their differences are paired: image b
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 
 from ltm.core.cost import evaluating
 from ltm.processes import gather_rows, require_images
-
-NUM_BINS = 15
-"""Bins of the calibration error, as usual."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -124,18 +120,15 @@ def _describe(logits: Tensor, labels: Tensor, reference: Tensor | None) -> Tenso
     log_probability = logits.log_softmax(-1)
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     prediction = logits.argmax(1)
-    agrees, divergence = torch.zeros_like(labels, dtype=torch.bool), torch.zeros(len(labels))
-    if reference is not None:
-        agrees = prediction == reference.argmax(1)
-        divergence = F.kl_div(log_probability, reference, reduction="none", log_target=True).sum(1)
+    reference = log_probability if reference is None else reference
     columns = (
         labels,
         prediction,
         (best == labels[:, None]).any(1),
         log_probability.gather(1, prediction[:, None])[:, 0].exp(),
         -log_probability.gather(1, labels[:, None])[:, 0],
-        agrees,
-        divergence.to(labels.device),
+        prediction == reference.argmax(1),
+        F.kl_div(log_probability, reference, reduction="none", log_target=True).sum(1),
     )
     return torch.stack([column.double() for column in columns], dim=1)
 
@@ -173,11 +166,11 @@ def _mean(values: Tensor) -> float:
     return float(values.double().mean())
 
 
-def calibration_error(confidence: Tensor, correct: Tensor, num_bins: int = NUM_BINS) -> float:
+def calibration_error(confidence: Tensor, correct: Tensor, num_bins: int = 15) -> float:
     """Expected calibration error, `sum_b n_b / n |accuracy_b - confidence_b|`, over equal bins."""
     bins = (confidence.double() * num_bins).ceil().long().clamp(1, num_bins) - 1
     gap = torch.zeros(num_bins, dtype=torch.float64)
-    gap.index_add_(0, bins.cpu(), correct.double().cpu() - confidence.double().cpu())
+    gap.index_add_(0, bins, correct.double() - confidence.double())
     return float(gap.abs().sum() / len(confidence))
 
 
@@ -219,8 +212,3 @@ def wilson_interval(successes: int, total: int, level: float = 0.95) -> tuple[fl
 
 def _quantile(level: float) -> float:
     return NormalDist().inv_cdf(0.5 + level / 2)
-
-
-def as_row(value: Any) -> dict[str, Any]:
-    """Return a frozen row as plain values for JSON."""
-    return dataclasses.asdict(value)

@@ -6,7 +6,6 @@ interleaved comparison (`latency`). Rows are written as they come (`records`).
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ltm.evaluation.candidates import PUBLISHED_TOME, Candidates, TimedImages, check_methods
+from ltm.evaluation.candidates import PUBLISHED_TOME, Candidates, check_methods, config_of
 from ltm.evaluation.environment import describe
+from ltm.evaluation.images import open_images
 from ltm.evaluation.latency import (
     BASE,
     DTYPES,
@@ -30,23 +30,24 @@ from ltm.evaluation.latency import (
     measure_latency,
 )
 from ltm.evaluation.modes import MODES
-from ltm.evaluation.records import TimingFile
+from ltm.evaluation.records import TimingFile, name_with_ratio
 from ltm.evaluation.settings import BenchmarkSettings
 from ltm.evaluation.timing import TimingLock
 from ltm.files import check_folder
 from ltm.models import (
     ModelSource,
+    Network,
     Say,
     SizeError,
     changed,
     check_name,
+    name_of,
+    open_model,
     refuse_given,
     silent,
     split_methods,
 )
 from ltm.processes import local_device
-
-Model = nn.Module | str | Path | ModelSource
 
 _METHODS = ("tome", "ltm")
 _RATIO = 0.7
@@ -75,7 +76,7 @@ class BenchmarkResult:
 
 
 def benchmark(
-    models: Model | Sequence[Model],
+    models: Network | Sequence[Network],
     methods: str | Sequence[str] | None = None,
     settings: BenchmarkSettings = BenchmarkSettings(),
     *,
@@ -103,16 +104,21 @@ def benchmark(
     _check_known("modes", settings.modes, MODES)
     _check_known("dtypes", settings.dtypes, DTYPES)
     folder = None if folder is None else Path(folder)
-    _check_folder(folder, resume=resume, overwrite=overwrite)
+    if resume and (overwrite or folder is None):
+        raise ValueError("--resume adds to the results in --output: give that, and no --overwrite")
+    ways = "use --resume to add to them, or --overwrite"
+    check_folder(folder, overwrite=overwrite or resume, other_ways=ways)
     networks = [models] if isinstance(models, nn.Module | str | Path | ModelSource) else models
-    sources = [_Source(model) for model in networks]
+    sources = [_source(model) for model in networks]
     if not sources:
         raise ValueError("models: there is none; give at least one")
-    wanted = _methods(methods, settings.ratio, sources)
+    if all(isinstance(source, ModelSource) and source.run is not None for source in sources):
+        refuse_given({"methods": methods, "ratio": settings.ratio}, "a saved run")
+    texts = _METHODS if methods is None else ((methods,) if isinstance(methods, str) else methods)
+    wanted = split_methods(texts, PUBLISHED_TOME)
+    check_methods(wanted, _ratio(settings))
     device = local_device(settings.device)
-    images = None
-    if settings.data is not None:
-        images = TimedImages(settings.data, settings.split, settings.workers)
+    images = None if settings.data is None else open_images(settings.data, settings.split)
     run = _Run(settings, folder, device, keep=not overwrite, say=say)
     with _few_threads(device), run.recorded():
         for source in sources:
@@ -122,32 +128,14 @@ def benchmark(
     return BenchmarkResult(rows=tuple(run.rows), file=run.file)
 
 
-class _Source:
-    """A network to time, by its name; loaded when its turn comes."""
-
-    def __init__(self, model: Model) -> None:
-        if isinstance(model, str | Path):
-            is_folder = Path(model).is_dir()
-            model = ModelSource(run=Path(model)) if is_folder else ModelSource(model=str(model))
-        self.model = model
-        if isinstance(model, ModelSource):
-            self.name = str(model.run) if model.run is not None else str(model.model)
-            self.image_size = model.image_size
-            if model.run is None and model.model is not None:
-                check_name(model.model)
-        else:
-            known: Any = getattr(model, "pretrained_cfg", None) or {}
-            self.name = str(known.get("architecture") or type(model).__name__)
-            self.image_size = None
-
-    @property
-    def is_saved(self) -> bool:
-        return isinstance(self.model, ModelSource) and self.model.run is not None
-
-    def load(self) -> nn.Module:
-        if isinstance(self.model, ModelSource):
-            return self.model.load(untrained=True)
-        return copy.deepcopy(self.model)  # which goes to another device, say
+def _source(model: Network) -> nn.Module | ModelSource:
+    """A network, or where it will be loaded from when its turn comes."""
+    if isinstance(model, str | Path):
+        is_folder = Path(model).is_dir()
+        model = ModelSource(run=Path(model)) if is_folder else ModelSource(model=str(model))
+    if isinstance(model, ModelSource) and model.run is None and model.model is not None:
+        check_name(model.model)
+    return model
 
 
 class _Run:
@@ -194,21 +182,29 @@ class _Run:
         return minutes is not None and time.monotonic() - self._began > 60 * minutes
 
     def time_network(
-        self, source: _Source, methods: Sequence[str], images: TimedImages | None, *, alone: bool
+        self,
+        source: nn.Module | ModelSource,
+        methods: Sequence[str],
+        images: Any,
+        *,
+        alone: bool,
     ) -> None:
         """All comparisons of one network; a size that it cannot take is a row if others remain."""
         torch.manual_seed(self.settings.seed)
-        size = source.image_size
+        name, size = name_of(source), source.image_size if isinstance(source, ModelSource) else None
         try:
-            model = source.load()
+            loaded = open_model(source, untrained=True)
         except SizeError as error:
             if size is None or alone:
                 raise
-            self._refuse(self._conditions(source.name, (size, size)), str(error))
+            for conditions in self._conditions(name, (size, size)):
+                self._announce(conditions)
+                self._add(did_not_run(BASE, None, conditions, self.settings.modes, str(error)))
             return
         with self.lock.preparing():
-            candidates = Candidates(model, methods, _ratio(self.settings), self.device, images)
-        for conditions in self._conditions(source.name, candidates.image_size):
+            model = open_model(loaded, self.device)
+            candidates = Candidates(model, methods, _ratio(self.settings), self.settings, images)
+        for conditions in self._conditions(name, candidates.image_size):
             if self.is_late():
                 minutes = self.settings.minutes
                 self.say(f"stopped after {minutes:g} minutes; --resume does the rest")
@@ -225,7 +221,7 @@ class _Run:
                 try:
                     candidate = candidates.candidate(method, training=training)
                 except ValueError as error:
-                    ratio = candidates.ratio_of(method)
+                    ratio = config_of(method, candidates.ratio).ratio
                     rows += did_not_run(method, ratio, conditions, modes, str(error))
                     continue
                 if not self._is_known(candidate, conditions):
@@ -263,12 +259,6 @@ class _Run:
                 warmup=chosen.warmup,
             )
 
-    def _refuse(self, comparisons: Iterable[Conditions], reason: str) -> None:
-        """Say of a network that it cannot even run untouched, in a row of each comparison."""
-        for conditions in comparisons:
-            self._announce(conditions)
-            self._add(did_not_run(BASE, None, conditions, self.settings.modes, reason))
-
     def _announce(self, conditions: Conditions) -> None:
         title = f"{conditions.model}, batch {conditions.batch_size}, {conditions.dtype}"
         self.say(f"\n{title}, {conditions.scope}:")
@@ -292,8 +282,7 @@ class _Run:
 
 
 def _line(row: Timing) -> str:
-    name = row.method if row.ratio is None else f"{row.method} {row.ratio:g}"
-    start = f"{name:<24} {row.mode:<18}"
+    start = f"{name_with_ratio(vars(row)):<24} {row.mode:<18}"
     if row.milliseconds is None or row.quartiles is None:
         return f"{start} did not run: {row.error}"
     low, high = row.quartiles
@@ -308,29 +297,10 @@ def _ratio(settings: BenchmarkSettings) -> float:
     return _RATIO if settings.ratio is None else settings.ratio
 
 
-def _methods(
-    methods: str | Sequence[str] | None, ratio: float | None, sources: Sequence[_Source]
-) -> list[str]:
-    """The methods that untouched networks are converted by; saved networks have their own."""
-    if all(source.is_saved for source in sources):
-        refuse_given({"methods": methods, "ratio": ratio}, "a saved run")
-    texts = _METHODS if methods is None else ((methods,) if isinstance(methods, str) else methods)
-    found = split_methods(texts, PUBLISHED_TOME)
-    check_methods(found, _RATIO if ratio is None else ratio)
-    return found
-
-
 def _check_known(name: str, words: Iterable[str], known: Iterable[str]) -> None:
     for word in words:
         if word not in known:
             raise ValueError(f"{name}: {word} is not known; choose from {', '.join(known)}")
-
-
-def _check_folder(folder: Path | None, *, resume: bool, overwrite: bool) -> None:
-    if resume and (overwrite or folder is None):
-        raise ValueError("--resume adds to the results in --output: give that, and no --overwrite")
-    ways = "use --resume to add to them, or --overwrite"
-    check_folder(folder, overwrite=overwrite or resume, other_ways=ways)
 
 
 @contextmanager

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ltm.api import (
-    Record,
-    conversion_of,
-    is_merging,
-    merge_tokens_,
-    unmerge_tokens_,
-    watching,
-)
+from ltm.api import Record, conversion_of, is_merging, merge_tokens_, unmerge_tokens_, watching
 from ltm.core.bottleneck import BETA
 from ltm.core.clustering import class_centroids, class_membership, class_sums, image_features
 from ltm.core.cost import evaluating
@@ -31,11 +24,12 @@ from ltm.core.validation import check_labels
 from ltm.methods import BASELINE, methods
 from ltm.processes import require_images, sum_over_processes
 
-Key = tuple[str, int]
+_Key = tuple[str, int]
 """A model and a block of it."""
+_Features = dict[_Key, Tensor]
+"""A feature per image of a batch, for the inputs and for every block."""
 
-_INPUT: Key = ("\0input", -1)
-_MIB = 2**20
+_INPUT: _Key = ("\0input", -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +46,6 @@ class SiteBottleneck:
     num_images: int
 
 
-class _Features(NamedTuple):
-    """One batch: labels, and a feature per image for the inputs and for every block."""
-
-    labels: Tensor
-    features: dict[Key, Tensor]
-
-
 @contextmanager
 def watchable(model: nn.Module, image_size: tuple[int, int] | None = None) -> Iterator[nn.Module]:
     """The model with blocks that can be watched: an untouched one is converted, merging nothing."""
@@ -72,7 +59,7 @@ def watchable(model: nn.Module, image_size: tuple[int, int] | None = None) -> It
         unmerge_tokens_(model)
 
 
-def pooled_feature(record: Record, num_prefix: int) -> Tensor:
+def _pooled(record: Record, num_prefix: int) -> Tensor:
     """Return the mean of a block's merged tokens by size, prefix tokens apart: `b t c -> b c`."""
     tokens = record.merged[:, num_prefix:]
     if record.size is None:
@@ -103,7 +90,7 @@ def measure_bottleneck(
         for model in models.values():
             stack.enter_context(watchable(model, image_size))
             stack.enter_context(evaluating(model))
-        passes = _Passes(models, batches, keep_mib * _MIB, progress)
+        passes = _Passes(models, batches, keep_mib * 2**20, progress)
         clusters = _clusters(passes, num_classes)
         # Tables are large (classes by classes, for each block): where features are kept, one
         # model's at a time.
@@ -113,11 +100,7 @@ def measure_bottleneck(
 
 def overall(rows: Iterable[SiteBottleneck]) -> dict[str, SiteBottleneck]:
     """Return each model's last block: where the layers' descent on the bound ends."""
-    last: dict[str, SiteBottleneck] = {}
-    for row in rows:
-        if row.model not in last or row.block > last[row.model].block:
-            last[row.model] = row
-    return last
+    return {row.model: row for row in sorted(rows, key=lambda row: row.block)}
 
 
 class _Passes:
@@ -130,43 +113,35 @@ class _Passes:
         limit: int,
         progress: Callable[[Iterable[Any]], Iterable[Any]],
     ) -> None:
-        self._models, self._batches = models, batches
-        self._progress = progress
-        self._limit = limit
-        self._kept: list[_Features] = []
+        self._models, self._batches, self._limit, self._progress = models, batches, limit, progress
+        self.device = next(next(iter(models.values())).parameters()).device
+        self._kept: list[tuple[Tensor, _Features]] = []
         self.complete = False
 
-    @property
-    def device(self) -> torch.device:
-        return next(next(iter(self._models.values())).parameters()).device
-
-    def __iter__(self) -> Iterator[_Features]:
+    def __iter__(self) -> Iterator[tuple[Tensor, _Features]]:
         if self.complete:
             yield from self._kept
             return
         room = self._limit
         for images, labels in self._progress(self._batches):
-            features = self._look(images, labels)
-            room -= sum(
-                value.numel() * value.element_size() for value in features.features.values()
-            )
+            batch = labels.to(self.device), self._look(images.to(self.device))
+            room -= sum(feature.nbytes for feature in batch[1].values())
             if room >= 0:
-                self._kept.append(features)
+                self._kept.append(batch)
             else:
                 self._kept.clear()
-            yield features
+            yield batch
         self.complete = room >= 0
 
-    def _look(self, images: Tensor, labels: Tensor) -> _Features:
-        images = images.to(self.device)
+    def _look(self, images: Tensor) -> _Features:
         features = {_INPUT: image_features(images)}
         for name, model in self._models.items():
             prefix = max((site.num_prefix for site in conversion_of(model).sites), default=0)
             with watching(model) as records:
                 model(images.to(next(model.parameters()).dtype))
             for record in records:
-                features[name, record.block] = pooled_feature(record, prefix)
-        return _Features(labels.to(self.device), features)
+                features[name, record.block] = _pooled(record, prefix)
+        return features
 
 
 class _Cluster(NamedTuple):
@@ -176,9 +151,9 @@ class _Cluster(NamedTuple):
     present: Tensor
 
 
-def _clusters(passes: _Passes, num_classes: int) -> dict[Key, _Cluster]:
+def _clusters(passes: _Passes, num_classes: int) -> dict[_Key, _Cluster]:
     """First pass: class centroids, over all processes."""
-    sums: dict[Key, Tensor] = {}
+    sums: dict[_Key, Tensor] = {}
     counts = torch.zeros(num_classes, dtype=torch.float64, device=passes.device)
     for labels, features in passes:
         check_labels(labels, len(labels), num_classes)
@@ -195,36 +170,27 @@ def _clusters(passes: _Passes, num_classes: int) -> dict[Key, _Cluster]:
 
 
 def _rows(
-    passes: _Passes, names: list[str], clusters: Mapping[Key, _Cluster], beta: float
+    passes: _Passes, names: list[str], clusters: Mapping[_Key, _Cluster], beta: float
 ) -> list[SiteBottleneck]:
     """Second pass: memberships and joint tables of some models."""
-    found: dict[Key, ClassStatistics] = {}
+    found: dict[_Key, ClassStatistics] = {}
+
+    def membership(key: _Key, feature: Tensor) -> Tensor:
+        return class_membership(feature, clusters[key].centroids, beta, clusters[key].present)
+
     for labels, features in passes:
-        inputs = class_membership(features[_INPUT], *_beta(clusters[_INPUT], beta))
+        inputs = membership(_INPUT, features[_INPUT])
         for key, feature in features.items():
             if key[0] not in names:
                 continue
             if key not in found:
                 num_classes, width = clusters[key].centroids.shape
                 found[key] = ClassStatistics.zeros(num_classes, width, device=feature.device)
-            membership = class_membership(feature, *_beta(clusters[key], beta))
-            found[key].update(feature, labels, membership, inputs)
-    return [_row(key, found[key].all_reduce()) for key in found]
+            found[key].update(feature, labels, membership(key, feature), inputs)
+    return [_row(*key, statistics.all_reduce()) for key, statistics in found.items()]
 
 
-def _beta(cluster: _Cluster, beta: float) -> tuple[Tensor, float, Tensor]:
-    return cluster.centroids, beta, cluster.present
-
-
-def _row(key: Key, statistics: ClassStatistics) -> SiteBottleneck:
-    result = statistics.bottleneck()
-    return SiteBottleneck(
-        model=key[0],
-        block=key[1],
-        loss=float(result.loss),
-        bound=float(result.bound),
-        c0=float(result.c0),
-        input_information=float(result.input_information),
-        label_information=float(result.label_information),
-        num_images=round(float(statistics.counts.sum())),
-    )
+def _row(model: str, block: int, statistics: ClassStatistics) -> SiteBottleneck:
+    values = {name: float(value) for name, value in vars(statistics.bottleneck()).items()}
+    num_images = round(float(statistics.counts.sum()))
+    return SiteBottleneck(model=model, block=block, num_images=num_images, **values)

@@ -21,11 +21,11 @@ from ltm.api import (
     token_counts,
     unmerge_tokens_,
 )
-from ltm.core.cost import channels_of
-from ltm.evaluation.cost import measured_gmacs
-from ltm.evaluation.images import load_batches, open_images
-from ltm.evaluation.latency import BASE, Candidate
+from ltm.core.cost import measured_gmacs
+from ltm.evaluation.images import load_batches
+from ltm.evaluation.latency import BASE, Candidate, noise
 from ltm.evaluation.reference_tome import ReferenceToMe
+from ltm.evaluation.settings import BenchmarkSettings
 from ltm.methods import MethodConfig
 from ltm.models import method_config, num_classes_of, require_method
 
@@ -100,32 +100,11 @@ def _gmacs(model: nn.Module, images: Tensor) -> float:
     return gmacs(model, (images.shape[-2], images.shape[-1]))
 
 
-class TimedImages:
-    """Images that networks are timed on: full batches of a data set, as often as asked for."""
-
-    def __init__(self, source: str, split: str, workers: int) -> None:
-        self.source, self.split, self.workers = source, split, workers
-        self.number = len(open_images(source, split))
-
-    def loader(self, model: nn.Module, batch_size: int, batches: int) -> Any:
-        """At most so many full batches."""
-        whole = min(batches, self.number // batch_size) * batch_size
-        if whole == 0:
-            raise ValueError(f"{self.source} has {self.number} images, fewer than {batch_size}")
-        return load_batches(
-            open_images(self.source, self.split, whole),
-            self.source,
-            model,
-            batch_size=batch_size,
-            workers=self.workers,
-            labelled=False,
-        )
-
-
 class Candidates:
     """One network's candidates, each made when it is first needed.
 
-    A network that merges already is compared with itself without merging.
+    A network that merges already is compared with itself without merging. `images` is the data
+    set of the settings.
     """
 
     def __init__(
@@ -133,31 +112,21 @@ class Candidates:
         model: nn.Module,
         methods: Sequence[str],
         ratio: float,
-        device: torch.device,
-        images: TimedImages | None,
+        settings: BenchmarkSettings,
+        images: Any = None,
     ) -> None:
-        self.model, self.ratio, self.images = model.to(device), ratio, images
+        self.model, self.ratio, self.settings, self.images = model, ratio, settings, images
         self.saved = is_merging(model)
         self.methods = [SAVED] if self.saved else list(methods)
         self.image_size = image_size_of(model)
-        self._made: dict[tuple[str, bool], Candidate | ValueError] = {}
-
-    def ratio_of(self, method: str) -> float | None:
-        """The share of multiply-adds that a method is to keep."""
-        return config_of(method, self.ratio).ratio
+        self._made: dict[tuple[str, bool], Candidate] = {}
 
     def candidate(self, method: str, *, training: bool) -> Candidate:
-        """A candidate; one that cannot be made raises the same ValueError each time."""
+        """A candidate; a ValueError says why it cannot be made."""
         key = method, training
         if key not in self._made:
-            try:
-                self._made[key] = self._make(method, training)
-            except ValueError as error:
-                self._made[key] = error
-        made = self._made[key]
-        if isinstance(made, ValueError):
-            raise made
-        return made
+            self._made[key] = self._make(method, training)
+        return self._made[key]
 
     def _make(self, method: str, training: bool) -> Candidate:
         images = self.batch(_SAMPLE).to(next(self.model.parameters()).device)
@@ -175,14 +144,18 @@ class Candidates:
     def batch(self, batch_size: int) -> Tensor:
         """Images to run on: real ones, repeated where there are too few, or noise."""
         if self.images is None:
-            generator = torch.Generator().manual_seed(0)
-            shape = batch_size, channels_of(self.model), *self.image_size
-            return torch.randn(shape, generator=generator)
-        few = min(batch_size, 64, self.images.number)
-        found = next(iter(self.images.loader(self.model, few, 1)))[0]
+            return noise(self.model, batch_size, self.image_size)
+        few = min(batch_size, 64, len(self.images))
+        found = next(iter(self.loader(few, 1)))[0]
         return found.repeat(-(-batch_size // few), 1, 1, 1)[:batch_size]
 
     def loader(self, batch_size: int, batches: int = 4) -> Any:
-        """Batches for end-to-end timing."""
-        assert self.images is not None
-        return self.images.loader(self.model, batch_size, batches)
+        """At most so many full batches of the data set, as often as asked for."""
+        number, source = len(self.images), str(self.settings.data)
+        whole = min(batches, number // batch_size) * batch_size
+        if whole == 0:
+            raise ValueError(f"{source} has {number} images, fewer than {batch_size}")
+        few, workers = self.images.take(whole), self.settings.workers
+        return load_batches(
+            few, source, self.model, batch_size=batch_size, workers=workers, labelled=False
+        )

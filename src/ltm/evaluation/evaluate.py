@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from ltm.api import (
     mergers,
     unmerge_tokens_,
 )
+from ltm.core.cost import measured_gmacs, num_parameters
 from ltm.evaluation import accuracy
-from ltm.evaluation.accuracy import Outputs, as_row, paired_interval, summarise
+from ltm.evaluation.accuracy import Outputs, paired_interval, summarise
 from ltm.evaluation.bottleneck import SiteBottleneck, measure_bottleneck, overall
-from ltm.evaluation.cost import measured_gmacs, num_parameters
 from ltm.evaluation.environment import describe
 from ltm.evaluation.images import load_batches, open_images, sample_images
 from ltm.evaluation.latency import BASE
@@ -137,7 +137,7 @@ def evaluate(
             "model": name_of(model),
             "beta": settings.beta,
             "interrupted": loop.interrupted,
-            "environment": as_row(describe(where)),
+            "environment": asdict(describe(where)),
             "num_images": len(outputs[BASE].correct),
             "models": rows,
         }
@@ -200,18 +200,18 @@ def _rows(
             "parameters": num_parameters(model),
             "gmacs": gmacs(model),
             "measured_gmacs": measured_gmacs(model, sample if varies else sample[:1]),
-            **as_row(summarise(outputs[name])),
-            "against_base": as_row(paired_interval(outputs[name].correct, outputs[BASE].correct)),
+            **asdict(summarise(outputs[name])),
+            "against_base": asdict(paired_interval(outputs[name].correct, outputs[BASE].correct)),
             "bottleneck": {
-                "overall": as_row(last[name]) if name in last else None,
-                "sites": [as_row(site) for site in sites if site.model == name],
+                "overall": asdict(last[name]) if name in last else None,
+                "sites": [asdict(site) for site in sites if site.model == name],
             },
         }
     return rows
 
 
-def _per_cent(value: float | None, sign: str = "") -> str:
-    return "" if value is None else f"{100 * value:{sign}.2f}"
+def _per_cent(value: float, sign: str = "") -> str:
+    return f"{100 * value:{sign}.2f}"
 
 
 def _nats(row: dict[str, Any], name: str) -> str:

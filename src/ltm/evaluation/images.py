@@ -26,8 +26,7 @@ def open_images(source: str, split: str, images: int | None = None) -> Any:
     from ltm.data.datasets import open_dataset
 
     require_least("images", images)
-    dataset = open_dataset(source, split=split, max_unreadable=0)
-    return _take(dataset, images)
+    return _take(open_dataset(source, split=split, max_unreadable=0), images)
 
 
 def expected_images(model: nn.Module, config: DataConfig) -> ImageSpec:
@@ -81,44 +80,35 @@ def part_images(
     """Open labelled images and set some aside.
 
     Calibration takes them from the training split; where data are not split it takes at most a
-    third of all, and the rest is evaluated. What is no image is an error, lest another take its
-    place unnoticed.
+    third of all, and the rest is evaluated.
     """
-    from ltm.data.datasets import open_dataset, refuse_shared
+    from ltm.data.datasets import refuse_shared
 
     require_least("images", images)
     require_least("calibration-images", calibration_images, 0)
-    dataset = open_dataset(source, split=split, max_unreadable=0)
+    dataset, calibration, reason = open_images(source, split), None, ""
     if calibration_images == 0:
-        return Partition(
-            evaluation=_take(dataset, images), calibration=None, reason="it is switched off"
-        )
-    if dataset.split == "all":
-        return _part_unsplit(dataset, images, calibration_images)
-    if split == "train":
+        reason = "it is switched off"
+    elif dataset.split == "all":
+        number = min(calibration_images, len(dataset) // 3)
+        if number < _LEAST_CALIBRATION:
+            reason = f"{len(dataset)} images are too few to set some aside"
+        else:  # evenly spread, and the same ones whatever number is evaluated
+            calibration = dataset.take(number)
+            chosen = set(calibration.indices)
+            dataset = dataset.select(
+                place for place, index in enumerate(dataset.indices) if index not in chosen
+            )
+    elif split == "train":
         raise ValueError("split is train: those images are for calibration; evaluate on others")
-    try:
-        training = open_dataset(source, split="train", max_unreadable=0)
-        refuse_shared(training, dataset, "train", split)
-    except (ValueError, FileNotFoundError) as error:
-        return Partition(
-            evaluation=_take(dataset, images), calibration=None, reason=str(error).rstrip(".")
-        )
-    return Partition(
-        evaluation=_take(dataset, images), calibration=_take(training, calibration_images)
-    )
-
-
-def _part_unsplit(dataset: Any, images: int | None, wanted: int) -> Partition:
-    """Set evenly spread images aside, the same ones whatever number is evaluated."""
-    number = min(wanted, len(dataset) // 3)
-    if number < _LEAST_CALIBRATION:
-        reason = f"{len(dataset)} images are too few to set some aside"
-        return Partition(evaluation=_take(dataset, images), calibration=None, reason=reason)
-    calibration = dataset.take(number)
-    chosen = set(calibration.indices)
-    rest = dataset.select(p for p, index in enumerate(dataset.indices) if index not in chosen)
-    return Partition(evaluation=_take(rest, images), calibration=calibration)
+    else:
+        try:
+            training = open_images(source, "train")
+            refuse_shared(training, dataset, "train", split)
+            calibration = training.take(calibration_images)
+        except (ValueError, FileNotFoundError) as error:
+            reason = str(error).rstrip(".")
+    return Partition(evaluation=_take(dataset, images), calibration=calibration, reason=reason)
 
 
 def _take(dataset: Any, images: int | None) -> Any:

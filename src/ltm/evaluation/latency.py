@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ltm.core.cost import channels_of
 from ltm.evaluation.modes import (
@@ -36,12 +37,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 """How terminals are told to change colours."""
 
 
-class Batches(Protocol):
-    """Batches of (images, labels) that can be gone through again and again."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
+Batches = Sequence[tuple[Tensor, Any]] | DataLoader[Any]
+"""Images and labels, as often as asked for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -144,12 +141,11 @@ def measure_latency(
     lock = lock or TimingLock()
     torch.compiler.reset()
     with lock.preparing():
-        batch = _batch(conditions, images, channels_of(candidates[0].model))
-        runs = [
-            run
-            for candidate in candidates
-            for run in _prepared(candidate, conditions, modes, batch)
-        ]
+        if images is None:
+            model = candidates[0].model
+            images = noise(model, conditions.batch_size, conditions.image_size)
+        batch = _batch(conditions, images)
+        runs = [run for c in candidates for run in _prepared(c, conditions, modes, batch)]
     calls = {
         str(index): _turn(run.call, batch, loader)
         for index, run in enumerate(runs)
@@ -167,10 +163,13 @@ def measure_latency(
     return rows
 
 
-def _batch(conditions: Conditions, images: Tensor | None, channels: int) -> Tensor:
-    if images is None:
-        shape = (conditions.batch_size, channels, *conditions.image_size)
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def noise(model: nn.Module, batch_size: int, image_size: tuple[int, int]) -> Tensor:
+    """The same images of noise each time, of the channels that the model takes."""
+    shape = batch_size, channels_of(model), *image_size
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _batch(conditions: Conditions, images: Tensor) -> Tensor:
     if len(images) != conditions.batch_size:
         raise ValueError(f"images: got {len(images)}; the batch size is {conditions.batch_size}")
     dtype = torch.float32 if conditions.scope == "training" else DTYPES[conditions.dtype]
@@ -250,33 +249,26 @@ def did_not_run(
     method: str, ratio: float | None, conditions: Conditions, modes: Sequence[str], reason: str
 ) -> list[Timing]:
     """Rows of a candidate that could not be prepared."""
-    known = _known(method, ratio, conditions)
-    return [Timing(**known, mode=mode, verdict="did not run", error=reason) for mode in modes]
+    known = {"method": method, "ratio": ratio, "verdict": "did not run", "error": reason}
+    return [_timing(conditions, mode=mode, **known) for mode in modes]
 
 
-def _known(method: str, ratio: float | None, conditions: Conditions) -> dict[str, Any]:
-    return {
-        "model": conditions.model,
-        "method": method,
-        "ratio": ratio,
-        "image_size": conditions.image_size,
-        "batch_size": conditions.batch_size,
-        "dtype": conditions.dtype,
-        "scope": conditions.scope,
-        "device": conditions.device,
-    }
+def _timing(conditions: Conditions, **known: Any) -> Timing:
+    shared = ("model", "image_size", "batch_size", "dtype", "scope", "device")
+    return Timing(**{name: getattr(conditions, name) for name in shared}, **known)
 
 
 def _row(run: _Run, base: _Run | None, best: _Run | None, conditions: Conditions) -> Timing:
     candidate = run.candidate
-    known = _known(candidate.method, candidate.ratio, conditions)
-    known |= {"mode": run.mode, "gmacs": candidate.gmacs, "note": candidate.note}
+    about = ("method", "ratio", "gmacs", "note")
+    known = {"mode": run.mode, **{name: getattr(candidate, name) for name in about}}
     if not run.times:
-        return Timing(**known, verdict="did not run", error=run.error)
+        return _timing(conditions, **known, verdict="did not run", error=run.error)
     time = spread(run.times)
     same = None if base is None else speedup(base.times, run.times)
     over_best = None if best is None else speedup(best.times, run.times)
-    return Timing(
+    return _timing(
+        conditions,
         **known,
         milliseconds=1e3 * time.median,
         quartiles=(1e3 * time.low, 1e3 * time.high),

@@ -48,10 +48,7 @@ class TimingFile:
 
     def start_run(self, environment: Environment, settings: Mapping[str, object]) -> None:
         """Note hardware and settings of the rows to come; the first of them numbers the run."""
-        self._run = {
-            "environment": dataclasses.asdict(environment),
-            "settings": dict(settings),
-        }
+        self._run = {"environment": dataclasses.asdict(environment), "settings": dict(settings)}
 
     def add(self, rows: Iterable[Timing]) -> None:
         """Add rows of the run, and write the file."""
@@ -62,19 +59,14 @@ class TimingFile:
                 self.runs.append(self._run)
             number = self._run["run"]
             self.rows.extend({"run": number, **dataclasses.asdict(row)} for row in rows)
-            self._write()
+            if self.path is not None:
+                write_text(self.path, self._text())
             self._replaces = False
 
     def _locked(self) -> AbstractContextManager[object]:
         if self.path is None:
             return nullcontext()
         return locked(self.path.with_suffix(".lock"))
-
-    def _write(self) -> None:
-        """Write the file in one step."""
-        if self.path is None:
-            return
-        write_text(self.path, self._text())
 
     def _text(self) -> str:
         return json.dumps({"runs": self.runs, "rows": self.rows}, indent=1) + "\n"
@@ -138,11 +130,7 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, A
     for row in rows:
         size = "x".join(str(side) for side in row["image_size"])
         groups.setdefault((row["model"], size, row["dtype"], row["scope"]), []).append(row)
-    lines = [
-        _LEGEND,
-        "",
-        *_describe_runs(runs),
-    ]
+    lines = [_LEGEND, "", *_describe_runs(runs)]
     for (model, size, dtype, scope), members in groups.items():
         lines += ["", f"### {model} at {size}, {dtype}, {scope}", ""]
         lines += [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
@@ -183,28 +171,27 @@ def _numbered(numbers: Sequence[int]) -> str:
 def _cells(row: Mapping[str, Any], members: Sequence[Mapping[str, Any]]) -> list[str]:
     base = next((m for m in members if m["method"] == BASE and m["gmacs"]), None)
     share = "" if base is None or not row["gmacs"] else f"{row['gmacs'] / base['gmacs']:.3f}"
-    name = row["method"] if row["ratio"] is None else f"{row['method']} {row['ratio']:g}"
+    start = [str(row["batch_size"]), row["mode"], name_with_ratio(row), share]
+    end = [str(row["run"]), row["note"]]
     if row["milliseconds"] is None:
-        return [
-            str(row["batch_size"]), row["mode"], name, share, "", "", "", "",
-            f"did not run: {row['error']}", "", str(row["run"]), row["note"],
-        ]  # fmt: skip
+        return [*start, "", "", "", "", f"did not run: {row['error']}", "", *end]
     low, high = row["quartiles"]
     memory = row["peak_memory_mib"]
     return [
-        str(row["batch_size"]),
-        row["mode"],
-        name,
-        share,
+        *start,
         f"{row['milliseconds']:.3g} ({low:.3g}-{high:.3g})",
         f"{row['images_per_second']:.0f}",
         _ratio(row["speedup"], row["speedup_interval"]),
         _ratio(row["best_speedup"], row["best_speedup_interval"]),
         row["verdict"],
         "" if memory is None else f"{memory:.0f}",
-        str(row["run"]),
-        row["note"],
+        *end,
     ]
+
+
+def name_with_ratio(row: Mapping[str, Any]) -> str:
+    """Such as `ltm 0.7`."""
+    return row["method"] if row["ratio"] is None else f"{row['method']} {row['ratio']:g}"
 
 
 def _ratio(value: float | None, interval: Sequence[float] | None) -> str:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -91,8 +92,8 @@ def time_call(call: Call, device: torch.device, repeats: int = 1) -> float:
 
 def spread(times: Sequence[float]) -> Estimate:
     """Median and quartiles."""
-    values = torch.tensor(times, dtype=torch.float64)
-    low, median, high = (float(values.quantile(q)) for q in (0.25, 0.5, 0.75))
+    places = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    low, median, high = torch.tensor(times, dtype=torch.float64).quantile(places).tolist()
     return Estimate(median=median, low=low, high=high)
 
 
@@ -104,8 +105,7 @@ def speedup(base: Sequence[float], other: Sequence[float], level: float = 0.95) 
     """
     ratios = sorted(b / o for b, o in zip(base, other, strict=True))
     rank = _rank(len(ratios), level)
-    median = float(torch.tensor(ratios, dtype=torch.float64).quantile(0.5))
-    return Estimate(median=median, low=ratios[rank], high=ratios[-1 - rank])
+    return Estimate(median=median(ratios), low=ratios[rank], high=ratios[-1 - rank])
 
 
 def _rank(count: int, level: float) -> int:
@@ -140,22 +140,19 @@ class TimingLock:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
+    def preparing(self) -> AbstractContextManager[bool]:
         """Any number of processes may be in here while none is timed."""
-        if self.path is None:
-            yield
-            return
-        with shared_lock(self.path, exclusive=False):
-            yield
+        return self._held(exclusive=False)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
         """One process may be in here while no other prepares or is timed."""
-        if self.path is None:
-            yield
-            return
-        with shared_lock(self.path, exclusive=True) as waited:
+        with self._held(exclusive=True) as waited:
             if waited:
                 time.sleep(self._SECONDS_TO_END)
             yield
+
+    def _held(self, *, exclusive: bool) -> AbstractContextManager[bool]:
+        if self.path is None:
+            return nullcontext(False)
+        return shared_lock(self.path, exclusive=exclusive)
