@@ -18,33 +18,13 @@ from ltm.data.datasets import open_dataset
 from ltm.data.loading import evaluation_loader
 from ltm.evaluation.accuracy import evaluate, summarise
 from ltm.evaluation.environment import describe
+from ltm.training.recipes import small_network
 from ltm.training.run import train
-from ltm.training.settings import (
-    MergeSettings,
-    ModelSettings,
-    OptimSettings,
-    RunSettings,
-    TrainingData,
-    TrainSettings,
-)
 from ltm.web.networks import CLASSES, EMBEDDED, SIDE, embedded_network, weights_path
 from reproduction.benchmarks.recording import parser, write_json
 
 VAL_IMAGES = 1000
 SOURCE = f"shapes:classes={CLASSES},size={SIDE},images=8000,val_images={VAL_IMAGES}"
-
-
-def settings(name: str, epochs: int, seed: int) -> TrainSettings:
-    """The settings of one network's training."""
-    found = EMBEDDED[name]
-    return TrainSettings(
-        model=ModelSettings(name=found.model, model_args=found.words),
-        merge=MergeSettings(method="none"),
-        data=TrainingData(source=SOURCE, image_size=SIDE, batch_size=64, workers=0),
-        augment=AugmentConfig.light(),
-        optim=OptimSettings(epochs=epochs, optimizer="muon", lr=5e-3, lr_warmup_epochs=0.5, clip=1),
-        run=RunSettings(device="cpu", seed=seed),
-    )
 
 
 def keep(name: str, run: Path) -> None:
@@ -74,7 +54,15 @@ def main() -> None:
     args = options.parse_args()
     for name in args.networks:
         run = args.output / name.lower()
-        train(settings=settings(name, args.epochs, args.seed), output=run, resume="auto", say=print)
+        settings = small_network(
+            EMBEDDED[name].model,
+            EMBEDDED[name].words,
+            SOURCE,
+            epochs=args.epochs,
+            seed=args.seed,
+            augment=AugmentConfig.light(),
+        )
+        train(settings=settings, output=run, resume="auto", say=print)
         keep(name, run)
     report = {
         "command": f"python -m reproduction.benchmarks.embedded_networks --epochs {args.epochs}",

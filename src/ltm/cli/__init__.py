@@ -88,4 +88,4 @@ def _entry(summary: str) -> Callable[[], None]:
 
 def _description(command: Callable[..., object]) -> str:
     """Return the docstring up to its arguments, which tyro shows beside the options."""
-    return (inspect.getdoc(command) or "").split("\nArgs:\n")[0].rstrip()
+    return (inspect.getdoc(getattr(command, "func", command)) or "").split("\nArgs:\n")[0].rstrip()

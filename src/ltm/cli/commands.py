@@ -17,10 +17,14 @@ How a command is made:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import shlex
 import sys
-from typing import Annotated, Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
@@ -29,6 +33,37 @@ from ltm.cli import INTERRUPTED
 T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]
 """A group of settings whose names are options as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """The settings a training starts from, and its folder."""
+
+    recipe: str | None = None
+    """Named settings to start from."""
+    config: Path | None = None
+    """YAML file of settings, such as the config.yaml of an earlier run."""
+    output: Path
+    """Folder of the run."""
+    resume: Literal["auto", "never"] = "never"
+    """auto continues from the last complete checkpoint in output, if there is one."""
+    overwrite: bool = False
+    """Start over in a folder that holds a run."""
+
+    def keywords(self) -> dict[str, Any]:
+        """What a training verb takes; recipe and config were read ahead of the other options."""
+        return {"output": self.output, "resume": self.resume, "overwrite": self.overwrite}
+
+
+def read_ahead(options: Sequence[str], *names: str) -> dict[str, str | None] | None:
+    """Read options that decide the defaults of others; None where the full parser will refuse."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in names:
+        parser.add_argument(f"--{name}")
+    try:
+        return vars(parser.parse_known_args(options)[0])
+    except argparse.ArgumentError:
+        return None
 
 
 def say(line: str) -> None:
@@ -50,8 +85,9 @@ def command_line(name: str, *groups: Any, **options: Any) -> str:
     words = ["ltm", name]
     values = dict(options)
     for group in groups:
-        fields = dataclasses.fields(group)
-        values |= {f.name: getattr(group, f.name) for f in fields if _is_given(group, f)}
+        for field in dataclasses.fields(group):
+            if getattr(group, field.name) != field.default:
+                values[field.name] = getattr(group, field.name)
     for option, value in values.items():
         flag = f"--{option.replace('_', '-')}"
         if isinstance(value, bool):
@@ -61,7 +97,3 @@ def command_line(name: str, *groups: Any, **options: Any) -> str:
         elif value is not None:
             words += [flag, str(value)]
     return shlex.join(words)
-
-
-def _is_given(group: Any, field: dataclasses.Field[Any]) -> bool:
-    return getattr(group, field.name) != field.default

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import tyro
 
-from ltm.cli.commands import Flat, interrupted, say
+from ltm.cli.commands import Flat, RunFolder, interrupted, read_ahead, say
 from ltm.detection.settings import (
     COMMANDS,
     DetectionSettings,
@@ -52,7 +51,7 @@ def prepare(options: Sequence[str]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(RunFolder):
     """Train a detector on a token-merging backbone.
 
     Settings come from a recipe, then from a YAML file, then from the options below, whose defaults
@@ -64,26 +63,12 @@ class Train:
     settings: Flat[DetectionSettings]
     recipe: str
     """Named settings to start from: the paper's, or small ones for a CPU (shapes_...)."""
-    config: Path | None = None
-    """YAML file of settings, such as the config.yaml of an earlier run."""
-    output: Path = Path("runs/detect")
-    """Folder of the run."""
-    resume: Literal["auto", "never"] = "never"
-    """auto continues from the last complete checkpoint in output, if there is one."""
-    overwrite: bool = False
-    """Start over in a folder that holds a run."""
 
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
         from ltm.detection.task import train_detector
 
-        train_detector(
-            self.settings,
-            output=self.output,
-            resume=self.resume,
-            overwrite=self.overwrite,
-            say=say,
-        )
+        train_detector(self.settings, **self.keywords(), say=say)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,30 +137,19 @@ def actions_of(
         | Annotated[Predict, tyro.conf.subcommand("predict")]
     )
 
-    def prepared(action: Any) -> None:
-        action(task)
-
-    prepared.__doc__ = command.__doc__
-    prepared.__annotations__["action"] = Annotated[Actions, tyro.conf.arg(name="")]
+    command.__annotations__["action"] = Annotated[Actions, tyro.conf.arg(name="")]
     flat = tyro.conf.configure(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
-    return flat(prepared)
+    return flat(command)
 
 
 def _starting_point(options: Sequence[str], task: Task) -> DetectionSettings:
     """The settings before options: those of the recipe, changed by the file."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--recipe", default=task)
-    parser.add_argument("--config", default=None)
-    try:
-        given, _ = parser.parse_known_args(options)
-    except argparse.ArgumentError:
-        return find_detection_recipe(task, task)  # The full parser will say what is wrong.
-    settings = find_detection_recipe(given.recipe, task)
-    if given.config is None:
+    given = read_ahead(options, "recipe", "config") or {"recipe": None, "config": None}
+    settings = find_detection_recipe(given["recipe"] or task, task)
+    if given["config"] is None:
         return settings
-    changed = read_settings(given.config, settings)
+    changed = read_settings(given["config"], settings)
     if changed.detector.task != task:
-        raise ValueError(
-            f"{given.config} is for ltm {COMMANDS[changed.detector.task]}, not ltm {COMMANDS[task]}"
-        )
+        other = COMMANDS[changed.detector.task]
+        raise ValueError(f"{given['config']} is for ltm {other}, not ltm {COMMANDS[task]}")
     return changed
