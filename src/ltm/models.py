@@ -52,18 +52,15 @@ def silent(line: str) -> None:
 # --- Names: what a wrong one may have meant ------------------------------------------------------
 
 
-def did_you_mean(wrong: str, known: Iterable[str], most: int = 3) -> str:
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Suggest what a wrong name may have meant, or list what there is."""
     names = sorted(known)
-    close = closest(wrong, names, most)
-    if close:
-        return f"did you mean {', '.join(close)}?"
-    return f"there are {', '.join(names)}"
+    close = closest(wrong, names)
+    return f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(names)}"
 
 
-def closest(wrong: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The names most like a wrong one: of its family if there is one, by how they begin first."""
-    names = list(known)
+def closest(wrong: str, names: Sequence[str]) -> list[str]:
+    """Three names like a wrong one: of its family if there is one, by how they begin first."""
     family = [name for name in names if name.partition("_")[0] == wrong.partition("_")[0]]
     matcher = difflib.SequenceMatcher(b=wrong)
 
@@ -75,7 +72,7 @@ def closest(wrong: str, known: Iterable[str], most: int = 3) -> list[str]:
         rated = sorted((-likeness(name[: len(wrong)]), -likeness(name), name) for name in group)
         close = [name for start, _, name in rated if -start >= 0.5]
         if close:
-            return close[:most]
+            return close[:3]
     return []
 
 
@@ -137,22 +134,11 @@ def _split(text: str, separators: str) -> list[str]:
 
 def _items(text: str, separators: str = ",+") -> list[str]:
     """The items of a list, with or without brackets; a comma at its end adds none."""
-    text = _unwrapped(text)
-    return [item.strip() for item in _split(text, separators) if item.strip()]
-
-
-def _unwrapped(text: str) -> str:
-    """Without the brackets around all of it."""
     text = text.strip()
-    wrapped = text[:1] in ("(", "[") and text.endswith(_BRACKETS[text[0]])
-    if not wrapped:
-        return text
-    inner = text[1:-1]
-    depths, depth = [0], 0
-    for letter in inner:
-        depth += (letter in _BRACKETS) - (letter in _BRACKETS.values())
-        depths.append(depth)
-    return text if min(depths) < 0 else inner
+    parts = _split(text, separators)
+    if text[:1] in ("(", "[") and text.endswith(_BRACKETS[text[0]]) and len(parts) == 1:
+        parts = _split(text[1:-1], separators)
+    return [item.strip() for item in parts if item.strip()]
 
 
 def _guess(text: str) -> Any:
@@ -165,7 +151,10 @@ def _guess(text: str) -> Any:
     if text.startswith("{"):
         return _mapping(text)
     items = _guess_items(text)
-    return _unquoted(text) if items is None else [_guess(item) for item in items]
+    if items is not None:
+        return [_guess(item) for item in items]
+    quoted = len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
+    return text[1:-1] if quoted else text
 
 
 def _guess_items(text: str) -> list[str] | None:
@@ -176,11 +165,6 @@ def _guess_items(text: str) -> list[str] | None:
     if len(summands) > 1 and all(_NUMBER.match(s) or _GRID.match(s) for s in summands):
         return summands
     return text.split("x") if _GRID.match(text) else None
-
-
-def _unquoted(text: str) -> str:
-    quoted = len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
-    return text[1:-1] if quoted else text
 
 
 def _mapping(text: str) -> Any:
@@ -428,7 +412,7 @@ class ModelSource:
             merges: refuse a network that cannot be converted, before its weights are read.
             say: is told which entry of a weights file was taken.
         """
-        _check_positive(self.image_size)
+        require_least("image-size", self.image_size)
         if self.pretrained and self.weights is not None:
             raise ValueError("pretrained and weights: give one of them, not both")
         if self.run is not None:
@@ -445,9 +429,7 @@ class ModelSource:
                 raise ValueError(
                     f"model {self.model} has no weights yet: give --pretrained or --weights FILE"
                 )
-            resized = None
-            if self.image_size is not None and not self.pretrained:
-                resized = _create_resized(self.model, arguments, self.image_size)
+            resized = None if self.pretrained else self._resized(arguments)
             built = resized or create_model(self.model, arguments, pretrained=self.pretrained)
         _resize_(built, self.image_size)
         _check_forward(built, self.image_size)
@@ -500,11 +482,20 @@ class ModelSource:
             arguments["num_classes"] = len(bias)
         model = create_model(name, arguments)
         # Weights trained at another size: a model of that size has their shapes.
-        if self.image_size is not None and _misfits(model, weights):
-            resized = _create_resized(name, arguments, self.image_size)
+        if _misfits(model, weights):
+            resized = self._resized(arguments)
             model = model if resized is None or _misfits(resized, weights) else resized
         load_weights_(model, weights, f"weights {path} do not fit {name}")
         return model
+
+    def _resized(self, arguments: Mapping[str, Any]) -> nn.Module | None:
+        """The network made for the size asked for; None where none is, or timm cannot be told."""
+        if self.image_size is None:
+            return None
+        try:
+            return create_model(str(self.model), {**arguments, "img_size": self.image_size})
+        except ValueError:
+            return None
 
 
 Network = Union["nn.Module", str, Path, "ModelSource"]
@@ -608,13 +599,6 @@ def _load_run(run: Path, host: nn.Module | None) -> nn.Module:
         raise ValueError(f"run {run} has damaged weights ({error}): save it again") from error
 
 
-def _create_resized(name: str, arguments: Mapping[str, Any], size: int) -> nn.Module | None:
-    try:
-        return create_model(name, {**arguments, "img_size": size})
-    except ValueError:
-        return None
-
-
 def _resize_(model: nn.Module, image_size: int | None) -> None:
     """Take another input size; what takes any size, as convolutional stems do, notes it down."""
     if image_size is None:
@@ -668,11 +652,6 @@ def _outline(name: str, arguments: Mapping[str, Any]) -> nn.Module | None:
         return None
 
 
-def _check_positive(image_size: int | None) -> None:
-    if image_size is not None and image_size < 1:
-        raise ValueError(f"--image-size is {image_size}: it must be at least 1")
-
-
 def _check_patches(model: nn.Module, image_size: int | None) -> None:
     """Refuse a size of which patches would be cut off; what a network was made for is fine."""
     embedding: Any = getattr(model, "patch_embed", None)
@@ -723,7 +702,6 @@ _ENTRIES = {
     "model": "the weights",
 }
 """Where others keep a state dict in their checkpoints; averaged weights go first."""
-_PREFIXES = ("module.", "_orig_mod.")
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 
 
@@ -741,11 +719,12 @@ def read_weights(path: Path, say: Say = silent) -> dict[str, Tensor]:
             say(f"Weights: {content}, entry {entry} of {path.name}")
     if not isinstance(stored, Mapping):
         raise ValueError(f"weights {path} hold a {type(stored).__name__}, not a state dict")
-    return {
-        _bare(name): value.float() if value.is_floating_point() else value
-        for name, value in cast("Mapping[str, Any]", stored).items()
-        if torch.is_tensor(value)
-    }
+    found: dict[str, Tensor] = {}
+    for name, value in cast("Mapping[str, Any]", stored).items():
+        if torch.is_tensor(value):
+            bare = name.removeprefix("module.").removeprefix("_orig_mod.")
+            found[bare] = value.float() if value.is_floating_point() else value
+    return found
 
 
 def _read_file(path: Path) -> Any:
@@ -770,12 +749,6 @@ def _read_file(path: Path) -> Any:
             f"weights {path} cannot be read ({first_line(error)}): the file is damaged, or holds "
             "more than tensors; copy it again or save its state dict"
         ) from error
-
-
-def _bare(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
 
 
 def load_weights_(
@@ -810,17 +783,14 @@ def load_weights_(
 def _misfits(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
     """What keeps weights from loading strictly."""
     own = model.state_dict()
-    missing = [n for n in own if n not in weights and ".merger." not in n]
-    unknown = [n for n in weights if n not in own]
-    shapes = [
-        f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
-        for name, value in own.items()
-        if name in weights and weights[name].shape != value.shape
-    ]
     return [
-        *shapes,
-        *(f"{name} is missing" for name in missing),
-        *(f"{name} is unknown" for name in unknown),
+        *(
+            f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
+            for name, value in own.items()
+            if name in weights and weights[name].shape != value.shape
+        ),
+        *(f"{n} is missing" for n in own if n not in weights and ".merger." not in n),
+        *(f"{n} is unknown" for n in weights if n not in own),
     ]
 
 

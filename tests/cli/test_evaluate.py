@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ltm
 from ltm.cli import main
-from ltm.compression.compress import Compression
+from ltm.compression.compress import _Compression
 from ltm.data.transforms import evaluation_transform, image_spec
 from ltm.evaluation.evaluate import _fit_
 from ltm.progress import Progress
@@ -150,7 +150,7 @@ def test_thresholds_are_set_on_all_images_that_were_chosen_for_it(
     images, config = torch.arange(130), ltm.LTMP(ratio=0.9)
     parts = {"models": {"base": host}, "images": SimpleNamespace(calibration=images)}
     run: Any = SimpleNamespace(**parts, calibration_batch=images)
-    model = Compression._converted(run, config)
+    model = _Compression._converted(run, config)
     _fit_({"ltmp": model}, lambda: images[::2])
     assert seen == [list(range(0, 130, 3)), list(range(0, 130, 2))]
 

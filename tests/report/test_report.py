@@ -22,7 +22,7 @@ from ltm.report.documents import (
     write_report,
 )
 from ltm.report.pictures import figure_bytes
-from ltm.report.verdicts import headline, verdicts
+from ltm.report.verdicts import verdicts
 
 
 class Page(HTMLParser):
@@ -72,7 +72,7 @@ def test_every_cell_names_its_column_for_narrow_windows(comparison: Comparison) 
 
 
 def test_the_main_sentence_states_accuracy_and_cost(comparison: Comparison) -> None:
-    assert headline(comparison) == "LTM kept 74.1 of 74.2 top-1 at 0.70 of the multiply-adds."
+    assert verdicts(comparison)[0] == "LTM kept 74.1 of 74.2 top-1 at 0.70 of the multiply-adds."
     said = " ".join(verdicts(comparison))
     assert "neither a loss nor a gain can be told from chance" in said
     assert "no gain at batch 1; 1.20x as fast at batch 8" in said

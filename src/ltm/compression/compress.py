@@ -8,7 +8,7 @@ made are kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -141,48 +141,17 @@ def compress(
         say: told what is done, line by line.
         changes: changes of the settings, such as `ratio=0.5`.
     """
-    settings = changed(settings, changes)
-    device = local_device(settings.device)
-    config = method_config(settings.method, settings.ratio)
-    peers = [text for text in split_methods(settings.compare) if text != settings.method]
-    for text in peers:
-        method_config(text, settings.ratio)
-    require_least("bottleneck-images", settings.bottleneck_images, 0)
-    images = part_images(
-        data,
-        split=settings.split,
-        images=settings.images,
-        calibration_images=settings.calibration_images,
-    )
-    if settings.finetune_epochs:
-        _require_training_images(images, data)
-    pictures = _open_pictures(settings.pictures)
-    torch.manual_seed(settings.seed)
-    base = open_model(model, device, merges=True, say=say)
-    if is_merging(base):
-        unmerge_tokens_(base)
-    check_classes(base, images.evaluation.class_names, data)
-    source = source_of(model)
-    name = name or (name_of(model) if source is None else source.name)
-    job = Compression(
-        base,
-        images,
-        settings,
-        name=name,
-        config=config,
-        peers=peers,
-        data=data,
-        folder=None if folder is None else Path(folder),
-        pictures=pictures,
-        say=say,
-    )
+    job = _Compression(model, data, changed(settings, changes), folder=folder, name=name, say=say)
     job.run()
+    source, base = job.source, job.models[BASE]
     origin = "given as a network" if source is None else source.origin
     return CompressResult(
-        model=job.models.get(settings.method),
-        comparison=job.comparison(weights or origin, command or _python_call(name, data, settings)),
+        model=job.models.get(job.settings.method),
+        comparison=job.comparison(
+            weights or origin, command or _python_call(job.name, data, job.settings)
+        ),
         illustrations=tuple(job.illustrations),
-        class_names=tuple(images.evaluation.class_names),
+        class_names=tuple(job.images.evaluation.class_names),
         origin=_known_origin(base) if source is not None and source.pretrained else {},
     )
 
@@ -210,33 +179,50 @@ def _open_pictures(pictures: str) -> tuple[NamedPicture, ...] | None:
     return tuple(read_pictures([Path(pictures)], NUM_PICTURES))
 
 
-class Compression:
+class _Compression:
     """A compression under way. `run` it; `comparison` tells what is known so far."""
 
     def __init__(
         self,
-        base: nn.Module,
-        images: Partition,
+        model: Network,
+        data: str,
         settings: CompressSettings,
         *,
-        name: str,
-        config: MethodConfig,
-        data: str,
-        peers: Sequence[str] = (),
-        folder: Path | None = None,
-        pictures: tuple[NamedPicture, ...] | None = None,
-        say: Say = silent,
+        folder: str | Path | None,
+        name: str | None,
+        say: Say,
     ) -> None:
-        self.name, self.images, self.settings = name, images, settings
-        self.config, self.data = config, data
-        self.peers, self.folder, self.pictures, self.say = peers, folder, pictures, say
+        """Refuse what cannot work, then load the network."""
+        self.data, self.settings, self.say = data, settings, say
+        self.folder = None if folder is None else Path(folder)
+        self.device = local_device(settings.device)
+        self.config = method_config(settings.method, settings.ratio)
+        self.peers = [text for text in split_methods(settings.compare) if text != settings.method]
+        for text in self.peers:
+            method_config(text, settings.ratio)
+        require_least("bottleneck-images", settings.bottleneck_images, 0)
+        self.images = part_images(
+            data,
+            split=settings.split,
+            images=settings.images,
+            calibration_images=settings.calibration_images,
+        )
+        if settings.finetune_epochs:
+            _require_training_images(self.images, data)
+        self.pictures = _open_pictures(settings.pictures)
+        torch.manual_seed(settings.seed)
+        base = open_model(model, self.device, merges=True, say=say)
+        if is_merging(base):
+            unmerge_tokens_(base)
+        check_classes(base, self.images.evaluation.class_names, data)
+        self.source = source_of(model)
+        self.name = name or (name_of(model) if self.source is None else self.source.name)
         self.models: dict[str, nn.Module] = {BASE: base}
-        self.measured = Measurements(self.models, images.evaluation, self._batches, say)
+        self.measured = Measurements(self.models, self.images.evaluation, self._batches, say)
         self.notes: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.illustrations: list[Illustration] = []
         self.calibration: dict[str, Any] | None = None
-        self.stopped = False
         self.interrupted = ""
 
     @property
@@ -250,27 +236,23 @@ class Compression:
         return torch.cat([images for images, _ in self._batches(self.images.calibration)])
 
     def _batches(self, dataset: Any) -> Any:
-        base = self.models[BASE]
         return load_batches(
             dataset,
             self.data,
-            base,
+            self.models[BASE],
             batch_size=self.settings.batch_size,
             workers=self.settings.workers,
-            device=next(base.parameters()).device,
+            device=self.device,
         )
 
     def run(self) -> None:
         """Go through the stages; on Ctrl-C stop, and remember where."""
-        doing = ""
-        try:
-            for doing, stage in self._stages():
+        for doing, stage in self._stages():
+            try:
                 stage()
-                if self.stopped or self.measured.interrupted:
-                    self.interrupted = doing
-                    return
-        except KeyboardInterrupt:
-            self.interrupted = doing
+            except KeyboardInterrupt:
+                self.interrupted = doing
+                return
 
     def _stages(self) -> Iterator[tuple[str, Callable[[], None]]]:
         settings, measured = self.settings, self.measured
@@ -332,15 +314,41 @@ class Compression:
         self.notes[settings.method] = f"calibrated on {found.num_images} images"
         self.models[settings.method] = self._converted(found.config)
         self._save()
-        self.stopped = found.interrupted
+        if found.interrupted:
+            raise KeyboardInterrupt
 
     def finetune(self) -> None:
-        """Train the mask modules; the best epoch is chosen on images that are not evaluated."""
-        held_out = _require_training_images(self.images, self.data)
-        folder = None if self.folder is None else self.folder / "finetuning"
-        _tune_mergers_(
-            self.model, self.data, held_out, settings=self.settings, folder=folder, say=self.say
+        """Train the mask modules alone; the best epoch is chosen on images not evaluated."""
+        from ltm.training.run import train  # noqa: PLC0415 - it needs an extra
+        from ltm.training.settings import (  # noqa: PLC0415
+            MergeSettings,
+            OptimSettings,
+            RunSettings,
+            TrainingData,
+            TrainSettings,
+            TuneSettings,
         )
+
+        settings, config = self.settings, conversion_of(self.model).config
+        training = TrainSettings(
+            merge=MergeSettings(method=config.name, ratio=config.ratio),
+            data=TrainingData(
+                source=self.data, batch_size=settings.batch_size, workers=settings.workers
+            ),
+            augment=AugmentConfig.light(),
+            optim=OptimSettings(
+                epochs=settings.finetune_epochs, lr=5e-3, weight_decay=0.0, min_lr=1e-4
+            ),
+            tune=TuneSettings(trainable="mergers"),
+            run=RunSettings(seed=settings.seed, device=str(self.device)),
+        )
+        held_out = _require_training_images(self.images, self.data)
+        splits = Splits(train=open_dataset(self.data, split="train"), val=held_out)
+        folder = None if self.folder is None else self.folder / "finetuning"
+        try:
+            train(self.model, splits, training, output=folder, overwrite=True, say=self.say)
+        except SystemExit:
+            raise KeyboardInterrupt from None  # It was stopped there, so it is stopped here.
 
     def freeze(self) -> None:
         """Make the model ready for deployment, and save it."""
@@ -398,7 +406,7 @@ class Compression:
             finetune_epochs=settings.finetune_epochs,
             seed=settings.seed,
             command=command,
-            environment=describe(next(self.models[BASE].parameters()).device),
+            environment=describe(self.device),
             networks=self.measured.networks(self.notes),
             lead=self.measured.lead(settings.method),
             blocks=() if done is None else block_changes(self.model),
@@ -434,41 +442,3 @@ def _require_training_images(parts: Partition, data: str) -> ImageDataset:
             f"finetune_epochs: {data} has no training split; give a folder that holds train and val"
         )
     return parts.calibration
-
-
-def _tune_mergers_(
-    model: nn.Module,
-    data: str,
-    held_out: ImageDataset,
-    *,
-    settings: CompressSettings,
-    folder: Path | None,
-    say: Say,
-) -> None:
-    """Train the mask modules of a converted model on the training split, and nothing else."""
-    from ltm.training.run import train  # noqa: PLC0415 - it needs an extra
-    from ltm.training.settings import (  # noqa: PLC0415
-        MergeSettings,
-        OptimSettings,
-        RunSettings,
-        TrainingData,
-        TrainSettings,
-        TuneSettings,
-    )
-
-    config = conversion_of(model).config
-    training = TrainSettings(
-        merge=MergeSettings(method=config.name, ratio=config.ratio),
-        data=TrainingData(source=data, batch_size=settings.batch_size, workers=settings.workers),
-        augment=AugmentConfig.light(),
-        optim=OptimSettings(
-            epochs=settings.finetune_epochs, lr=5e-3, weight_decay=0.0, min_lr=1e-4
-        ),
-        tune=TuneSettings(trainable="mergers"),
-        run=RunSettings(seed=settings.seed, device=str(next(model.parameters()).device)),
-    )
-    splits = Splits(train=open_dataset(data, split="train"), val=held_out)
-    try:
-        train(model, splits, training, output=folder, overwrite=True, say=say)
-    except SystemExit:
-        raise KeyboardInterrupt from None  # It was stopped there, so it is stopped here.

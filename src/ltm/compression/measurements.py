@@ -36,13 +36,12 @@ class Measurements:
         models: Mapping[str, nn.Module],
         dataset: Any,
         load: Callable[[Any], Any],
-        say: Say = silent,
+        say: Say,
     ) -> None:
         self.models, self.dataset, self.load, self.say = models, dataset, load, say
         self.outputs: dict[str, Outputs] = {}
         self.sites: list[SiteBottleneck] = []
         self.timings: list[Timing] = []
-        self.interrupted = False
 
     def evaluate(self) -> None:
         """Show all networks all images."""
@@ -55,7 +54,8 @@ class Measurements:
         except ValueError:
             if not loop.interrupted:  # Otherwise not one batch was done.
                 raise
-        self.interrupted = loop.interrupted
+        if loop.interrupted:
+            raise KeyboardInterrupt
 
     def measure_bottleneck(self, num_images: int) -> None:
         """Information bottleneck by block, on at most so many images."""
@@ -65,8 +65,9 @@ class Measurements:
         classes = num_classes_of(self.models[BASE])
         sites = measure_bottleneck(self.models, self.load(dataset), classes, progress=loop)
         # Tables of the images so far would be right, but not those of the curves beside them.
-        self.sites = [] if loop.interrupted else sites
-        self.interrupted = loop.interrupted
+        if loop.interrupted:
+            raise KeyboardInterrupt
+        self.sites = sites
 
     def measure_time(self, name: str, batch_sizes: Sequence[int]) -> None:
         """Time all networks in interleaved rounds, on real images."""
@@ -85,14 +86,8 @@ class Measurements:
             self.timings += measure_latency(candidates, conditions, images=images)
 
     def sample(self, number: int) -> Tensor:
-        """The first images of a selection that is spread over the data."""
-        batches = self.load(self.dataset.take(number))
-        found: list[Tensor] = []
-        for images, _ in batches:
-            found.append(images)
-            if sum(map(len, found)) >= number:
-                break
-        return torch.cat(found)[:number]
+        """Images that are spread over the data."""
+        return torch.cat([images for images, _ in self.load(self.dataset.take(number))])
 
     def networks(self, notes: Mapping[str, str]) -> tuple[Network, ...]:
         """One row per network of all that was measured."""

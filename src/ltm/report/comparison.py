@@ -44,6 +44,10 @@ class Network:
     bottleneck: tuple[SiteBottleneck, ...] = ()
     note: str = ""
 
+    def timing(self, batch_size: int) -> Timing | None:
+        """The time of a batch, if it was measured."""
+        return next((t for t in self.timings if t.batch_size == batch_size), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:

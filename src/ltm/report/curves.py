@@ -17,7 +17,6 @@ from ltm.methods import methods
 # Colours that colour-blind readers can tell apart (Okabe and Ito); markers say it again.
 _ORIGINAL = ("#222222", "s")
 _OTHERS = (("#e69f00", "P"), ("#56b4e9", "X"), ("#999933", "*"))
-_SIZE = (5.0, 3.4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ def display_name(method: str) -> str:
 
 def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
     """Top-1 against a cost; points of one method are joined, intervals are drawn as lines."""
-    figure, axes = _canvas()
+    figure, (axes,) = _canvas()
     by_method: dict[str, list[Point]] = {}
     for point in points:
         by_method.setdefault(point.method, []).append(point)
@@ -53,8 +52,8 @@ def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
         axes.errorbar(
             costs,
             shares,
-            xerr=_reaches([_reach(point.cost, point.cost_interval) for point in members]),
-            yerr=_reaches([_reach(point.accuracy, point.interval, 100) for point in members]),
+            xerr=_reaches([(point.cost, point.cost_interval) for point in members]),
+            yerr=_reaches([(point.accuracy, point.interval) for point in members], 100),
             color=colour,
             marker=marker,
             markersize=7,
@@ -72,7 +71,7 @@ def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
 
 def tokens_figure(tokens: Mapping[str, Mapping[int, float]]) -> Figure:
     """Tokens that leave each block, by method."""
-    figure, axes = _canvas()
+    figure, (axes,) = _canvas()
     for method, style in _styles(tokens).items():
         _draw_by_block(axes, method, sorted(tokens[method].items()), style)
     axes.set_ylabel("tokens after the block")
@@ -84,14 +83,12 @@ def tokens_figure(tokens: Mapping[str, Mapping[int, float]]) -> Figure:
 
 def bottleneck_figure(rows: Sequence[SiteBottleneck]) -> Figure:
     """IB loss and its bound by block: lower keeps less of the input and more of the label."""
-    figure = Figure(figsize=(_SIZE[0], 1.7 * _SIZE[1]), layout="constrained", facecolor="white")
-    upper, lower = figure.subplots(2, 1, sharex=True)
+    figure, (upper, lower) = _canvas(rows=2)
     methods = list(dict.fromkeys(row.model for row in rows))
     for axes, label, field in (
         (upper, "IB loss, nats", "loss"),
         (lower, "IB bound, nats", "bound"),
     ):
-        _tidy(axes)
         for method, style in _styles(methods).items():
             series = [(row.block, getattr(row, field)) for row in rows if row.model == method]
             _draw_by_block(axes, method, sorted(series), style)
@@ -144,26 +141,23 @@ def _styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {name: own.get(name) or next(others) for name in names}
 
 
-def _reach(
-    value: float, interval: tuple[float, float] | None, scale: float = 1.0
-) -> tuple[float, float]:
-    """How far an interval reaches below and above a value."""
-    low, high = interval or (value, value)
-    return scale * (value - low), scale * (high - value)
+def _reaches(
+    values: Sequence[tuple[float, tuple[float, float] | None]], scale: float = 1.0
+) -> list[list[float]]:
+    """How far intervals reach below and above their values."""
+    ends = [(value, *(interval or (value, value))) for value, interval in values]
+    return [
+        [max(0.0, scale * (value - low)) for value, low, _ in ends],
+        [max(0.0, scale * (high - value)) for value, _, high in ends],
+    ]
 
 
-def _reaches(pairs: Sequence[tuple[float, float]]) -> list[list[float]]:
-    return [[max(0.0, pair[side]) for pair in pairs] for side in (0, 1)]
-
-
-def _canvas() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=_SIZE, layout="constrained", facecolor="white")
-    axes = figure.subplots()
-    _tidy(axes)
-    return figure, axes
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(visible=True, color="#dddddd", linewidth=0.7)
-    axes.set_axisbelow(True)
+def _canvas(rows: int = 1) -> tuple[Figure, list[Axes]]:
+    height = 3.4 if rows == 1 else 1.7 * 3.4
+    figure = Figure(figsize=(5.0, height), layout="constrained", facecolor="white")
+    found = list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, color="#dddddd", linewidth=0.7)
+        axes.set_axisbelow(True)
+    return figure, found

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from matplotlib.figure import Figure
 
-from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.latency import BASE, Timing
 from ltm.report.comparison import Comparison, Network
 from ltm.report.curves import (
@@ -39,8 +39,6 @@ from ltm.report.pictures import (
 from ltm.report.tracing import Traces
 from ltm.report.verdicts import verdicts
 
-_REPORT = "report.html"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Illustration:
@@ -53,26 +51,11 @@ class Illustration:
     """On a narrow screen it is scrolled rather than shrunk."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One network in the headline table, as text."""
-
-    name: str
-    top1: str
-    difference: str
-    agreement: str
-    macs: str
-    parameters: str
-    speeds: tuple[str, ...]
-    note: str
-    emphasis: bool
-
-
 def write_report(
     comparison: Comparison, folder: Path, pictures: Sequence[Illustration] = ()
 ) -> Path:
     """Write the report of a comparison into a folder."""
-    path = folder / _REPORT
+    path = folder / "report.html"
     path.write_text(render_report(comparison, pictures), encoding="utf-8")
     return path
 
@@ -101,18 +84,17 @@ def table_of(comparison: Comparison) -> list[list[str]]:
     table[0] += [f"batch {batch}" for batch in batches]
     for network in comparison.networks:
         row = _row(network, comparison, batches)
-        cells = [row.name, row.top1.partition(" ")[0], row.difference, row.agreement]
+        cells = [row["name"], row["top1"].partition(" ")[0], row["difference"], row["agreement"]]
         cells += [f"{network.gmacs:.3f}", f"{network.share:.2f}"]
-        table.append(cells + [_factor(network.timings, batch) for batch in batches])
+        table.append(cells + [_factor(network.timing(batch)) for batch in batches])
     filled = [index for index in range(len(table[0])) if any(row[index] for row in table[1:])]
     return [[row[index] for index in filled] for row in table]
 
 
-def _factor(timings: Sequence[Timing], batch_size: int) -> str:
-    for timing in timings:
-        if timing.batch_size == batch_size and timing.speedup:
-            return "no gain" if timing.verdict == "no gain here" else f"{timing.speedup:.2f}x"
-    return ""
+def _factor(timing: Timing | None) -> str:
+    if timing is None or not timing.speedup:
+        return ""
+    return "no gain" if timing.verdict == "no gain here" else f"{timing.speedup:.2f}x"
 
 
 @cache
@@ -176,8 +158,7 @@ def _against_time(networks: Sequence[Network], batch_size: int) -> Illustration:
     points = [
         _point(network, 1 / timing.speedup, (1 / high, 1 / low))
         for network in networks
-        for timing in network.timings
-        if timing.batch_size == batch_size and timing.speedup
+        if (timing := network.timing(batch_size)) and timing.speedup
         for low, high in [timing.speedup_interval or (timing.speedup, timing.speedup)]
     ]
     unit = "of the original's time"
@@ -213,43 +194,38 @@ def _vector(figure: Figure) -> str:
     return data_uri(figure_bytes(figure, "svg"), "image/svg+xml")
 
 
-def _row(network: Network, comparison: Comparison, batches: Sequence[int]) -> Row:
-    accuracy, is_base = network.accuracy, network.method == BASE
-    low, high = (0.0, 0.0) if accuracy is None else accuracy.top1_interval
-    return Row(
-        name=display_name(network.method),
-        top1="" if accuracy is None else f"{100 * accuracy.top1:.2f} ±{50 * (high - low):.1f}",
-        difference="" if is_base else _difference(network.against_base),
-        agreement=_agreement(network),
-        macs=f"{network.gmacs:.3f} G ({network.share:.2f})",
-        parameters=f"{network.parameters / 1e6:.2f} M",
-        speeds=tuple(_speed(network.timings, batch) for batch in batches),
-        note=network.note,
-        emphasis=network.method == comparison.method,
-    )
+def _row(network: Network, comparison: Comparison, batches: Sequence[int]) -> dict[str, Any]:
+    """One network in the headline table, as text."""
+    is_base, accuracy, against = network.method == BASE, network.accuracy, network.against_base
+    top1 = difference = agreement = ""
+    if accuracy is not None:
+        low, high = accuracy.top1_interval
+        top1 = f"{100 * accuracy.top1:.2f} ±{50 * (high - low):.1f}"
+        if accuracy.agreement is not None and not is_base:
+            agreement = f"{100 * accuracy.agreement:.1f}%"
+    if against is not None and not is_base:
+        low, high = 100 * against.low, 100 * against.high
+        difference = f"{100 * against.difference:+.2f} ({low:+.1f} to {high:+.1f})"
+    return {
+        "name": display_name(network.method),
+        "top1": top1,
+        "difference": difference,
+        "agreement": agreement,
+        "macs": f"{network.gmacs:.3f} G ({network.share:.2f})",
+        "parameters": f"{network.parameters / 1e6:.2f} M",
+        "speeds": [_speed(network.timing(batch)) for batch in batches],
+        "note": network.note,
+        "emphasis": network.method == comparison.method,
+    }
 
 
-def _difference(difference: PairedDifference | None) -> str:
-    if difference is None:
+def _speed(timing: Timing | None) -> str:
+    if timing is None:
         return ""
-    low, high = 100 * difference.low, 100 * difference.high
-    return f"{100 * difference.difference:+.2f} ({low:+.1f} to {high:+.1f})"
-
-
-def _agreement(network: Network) -> str:
-    if network.accuracy is None or network.accuracy.agreement is None or network.method == BASE:
-        return ""
-    return f"{100 * network.accuracy.agreement:.1f}%"
-
-
-def _speed(timings: Sequence[Timing], batch_size: int) -> str:
-    for timing in timings:
-        if timing.batch_size == batch_size:
-            if timing.milliseconds is None:
-                return f"did not run: {timing.error}"
-            said = "" if timing.method == BASE else f", {timing.verdict}"
-            return f"{timing.milliseconds:.1f} ms{said}"
-    return ""
+    if timing.milliseconds is None:
+        return f"did not run: {timing.error}"
+    said = "" if timing.method == BASE else f", {timing.verdict}"
+    return f"{timing.milliseconds:.1f} ms{said}"
 
 
 def _batch_sizes(comparison: Comparison) -> list[int]:
@@ -294,9 +270,6 @@ def illustrate(scenes: Scenes, traces: Traces, block: int) -> list[Illustration]
     ]
 
 
-_CARD = "README.md"
-
-
 def write_card(
     comparison: Comparison, folder: Path, *, origin: Mapping[str, str] | None = None
 ) -> Path:
@@ -318,7 +291,7 @@ def write_card(
         name=display_name,
         method=display_name(comparison.method),
     )  # fmt: skip
-    path = folder / _CARD
+    path = folder / "README.md"
     path.write_text(_shortened(text.strip(), given) + "\n", encoding="utf-8")
     return path
 

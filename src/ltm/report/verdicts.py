@@ -1,12 +1,10 @@
-"""The sentences of a report: its first one is `headline`, all of them are `verdicts`.
+"""The sentences of a report, the headline first.
 
 They say what the numbers show and no more: a difference is real only where its interval leaves out
 zero.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.latency import Timing
@@ -29,12 +27,7 @@ def verdicts(comparison: Comparison) -> list[str]:
     return found or ["Nothing was measured."]
 
 
-def headline(comparison: Comparison) -> str:
-    """The one sentence."""
-    return verdicts(comparison)[0]
-
-
-def points(difference: PairedDifference) -> str:
+def _points(difference: PairedDifference) -> str:
     """A difference in percentage points with its interval."""
     low, high = 100 * difference.low, 100 * difference.high
     return f"{100 * difference.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f})"
@@ -53,15 +46,15 @@ def _accuracy(comparison: Comparison) -> list[str]:
     if compressed.against_base is not None:
         difference = compressed.against_base
         sentences.append(
-            f"On these {difference.num_images:,} images the difference is {points(difference)}: "
-            f"{_meaning(difference, 'loss')}."
+            f"On these {difference.num_images:,} images the difference is {_points(difference)}: "
+            f"{_meaning(difference)}."
         )
     return sentences
 
 
-def _meaning(difference: PairedDifference, loss: str) -> str:
+def _meaning(difference: PairedDifference) -> str:
     if difference.high < 0:
-        return f"a real {loss}"
+        return "a real loss"
     if difference.low > 0:
         return "a real gain"
     return "neither a loss nor a gain can be told from chance"
@@ -80,8 +73,9 @@ def _speed(comparison: Comparison) -> list[str]:
     if not timings:
         return []
     parts = [_speed_part(timing) for timing in sorted(timings, key=lambda t: t.batch_size)]
+    conditions = "; ".join(dict.fromkeys(f"{timing.mode}, {timing.dtype}" for timing in timings))
     where = comparison.environment.device
-    return [f"Measured speed: {'; '.join(parts)} ({_conditions(timings)} on {where})."]
+    return [f"Measured speed: {'; '.join(parts)} ({conditions} on {where})."]
 
 
 def _speed_part(timing: Timing) -> str:
@@ -95,11 +89,6 @@ def _speed_part(timing: Timing) -> str:
     return f"{said} at batch {timing.batch_size}"
 
 
-def _conditions(timings: Sequence[Timing]) -> str:
-    kinds = dict.fromkeys(f"{timing.mode}, {timing.dtype}" for timing in timings)
-    return "; ".join(kinds)
-
-
 def _peers(comparison: Comparison) -> list[str]:
     name = display_name(comparison.method)
     sentences: list[str] = []
@@ -109,7 +98,7 @@ def _peers(comparison: Comparison) -> list[str]:
             continue
         sentences.append(
             f"{name} against {display_name(peer)} ({100 * network.accuracy.top1:.1f} at "
-            f"{network.share:.2f}): {points(difference)}; {_standing(difference, name)}."
+            f"{network.share:.2f}): {_points(difference)}; {_standing(difference, name)}."
         )
     for peer, reason in comparison.left_out.items():
         sentences.append(f"{display_name(peer)} is not compared: {reason.rstrip('.')}.")
