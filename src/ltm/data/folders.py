@@ -163,17 +163,12 @@ def label_images(files: Files, split: str, holdout_ratio: float = 0.0) -> Labell
 def _class_root(listing: Listing) -> str:
     """Step into a folder that merely wraps the data set."""
     root = ""
-    while True:
-        children = _children(listing, root)
-        if len(children) != 1 or _images_directly_in(listing, root):
-            return root
-        only = children[0]
-        inner = f"{root}{only}/"
-        if only in _SPLIT_NAMES or not _children(listing, inner):
-            return root
-        if _images_directly_in(listing, inner):
-            return root
+    while len(children := _children(listing, root)) == 1 and _holds_only_folders(listing, root):
+        inner = f"{root}{children[0]}/"
+        if children[0] in _SPLIT_NAMES or not _holds_only_folders(listing, inner):
+            break
         root = inner
+    return root
 
 
 def _children(listing: Listing, root: str) -> list[str]:
@@ -182,18 +177,18 @@ def _children(listing: Listing, root: str) -> list[str]:
     return sorted(name for name in inside if name and "/" not in name)
 
 
-def _images_directly_in(listing: Listing, root: str) -> bool:
-    return any(name.startswith(root) and "/" not in name[len(root) :] for name in listing.images)
+def _holds_only_folders(listing: Listing, root: str) -> bool:
+    inside = (name[len(root) :] for name in listing.images if name.startswith(root))
+    return bool(_children(listing, root)) and all("/" in name for name in inside)
 
 
 def _split_folders(listing: Listing, root: str) -> dict[str, str]:
     """Find split folders: so named, and holding class folders (a class may be named "train")."""
-    found = {}
-    for name in set(_children(listing, root)) & set(_SPLIT_NAMES):
-        inner = f"{root}{name}/"
-        if _children(listing, inner) and not _images_directly_in(listing, inner):
-            found[_SPLIT_NAMES[name]] = inner
-    return found
+    return {
+        _SPLIT_NAMES[name]: f"{root}{name}/"
+        for name in _children(listing, root)
+        if name in _SPLIT_NAMES and _holds_only_folders(listing, f"{root}{name}/")
+    }
 
 
 def _class_folders(listing: Listing, root: str) -> list[str]:
