@@ -265,7 +265,7 @@ def _check_classes(site: Site) -> None:
         num_classes**2,
         f"weights: got Informative(); its table of {num_classes} x {num_classes} classes",
         f"block {site.block}",
-        "use weights=None, or give the network its own classes first.",
+        "use weights='uniform', or give the network its own classes first.",
     )
 
 
