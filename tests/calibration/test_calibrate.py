@@ -14,12 +14,12 @@ from ltm.calibration import CalibrateSettings, Calibration, Trial, calibrate
 from ltm.calibration.latency import within_milliseconds
 from ltm.calibration.schedules import Setting, config_of
 from ltm.calibration.sequences import token_levels
-from ltm.methods.ltm.config import CHOICES, Choice
+from ltm.methods.ltm.config import Choice
 from toys import pictures, size_of, toy
 
 pytestmark = pytest.mark.slow
 
-USUAL = CHOICES[0]
+USUAL = ltm.LTM.choices[0]
 QUICK = CalibrateSettings(trials=8, sites=3)
 
 

@@ -96,7 +96,7 @@ class Planner:
     def cost(self, counts: Counts) -> int:
         """MACs of the converted network, the mask modules at work."""
         sites = self.sites(counts)
-        key = self.config.without_amount(), sites
+        key = self.config.with_amount(ratio=1.0), sites
         if key not in self._costs:
             self._costs[key] = self._count(sites)
         return self._costs[key]
@@ -108,7 +108,7 @@ class Planner:
             for module in self.shadow.modules():
                 if isinstance(module, Merger):
                     module.activate_()
-            config = self.config.without_amount()
+            config = self.config.with_amount(ratio=1.0)
             return self._counter.count(self.adapter.units(self.shadow), config, state)
         finally:
             self.adapter.revert_(self.shadow)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
@@ -94,10 +93,7 @@ def unmerge_tokens_(model: nn.Module) -> None:
 
 def set_ratio_(model: nn.Module, ratio: float) -> ConversionReport:
     """Change how much a converted model merges; what was learned is kept where it fits."""
-    config = dataclasses.replace(
-        conversion_of(model).config, ratio=ratio, per_block=None, counts=None
-    )
-    return reconvert_(model, config)
+    return reconvert_(model, conversion_of(model).config.with_amount(ratio=ratio))
 
 
 def reconvert_(

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,25 +40,13 @@ def fit_(
     """
     if isinstance(batches, Tensor):
         batches = batches.split(batch_size)
+    fitted = cache(mac_share)
+    images = Images(
+        share=lambda: measure_share(model, batches, fitted(model)),
+        collect_statistics_=lambda: collect_statistics_(model, batches),
+    )
     found = [merger for _, merger in mergers(model)]
-    conversion_of(model).config.fit_(found, _Images(model, batches), tolerance=tolerance)
-
-
-class _Images(Images):
-    """A converted model and what it runs on."""
-
-    def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
-        self.model, self.batches = model, batches
-
-    @cached_property
-    def _mac_share(self) -> MacShare:
-        return mac_share(self.model)
-
-    def share(self) -> float:
-        return measure_share(self.model, self.batches, self._mac_share)
-
-    def collect_statistics_(self) -> None:
-        collect_statistics_(self.model, self.batches)
+    conversion_of(model).config.fit_(found, images, tolerance=tolerance)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,7 +74,7 @@ def mac_share(model: nn.Module) -> MacShare:
     shadow = meta_copy(model)
     unmerge_tokens_(shadow)
     blocks = tuple(site.block for site in sites)
-    config = dataclasses.replace(done.config.without_amount(), sites=blocks)
+    config = done.config.with_amount(ratio=1.0, sites=blocks)
     planner = Planner(shadow, adapter_of(done.family), config, done.image_size)
     runs = [(run.num_in, [b for b in run.blocks if b in blocks]) for run in planner.layout.runs]
     samples = list(_samples(runs))

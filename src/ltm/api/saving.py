@@ -179,13 +179,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
             f"{folder}: the saved network was built of other layers (activations or heads, say) "
             f"than {config['architecture']} here; {_MADE_ALIKE}"
         )
-    exact = dataclasses.replace(
-        method,
-        ratio=None,
-        per_block=None,
-        counts=plain(known["token_counts"]),
-        sites=tuple(known["blocks"]),
-    )
+    exact = method.with_amount(counts=plain(known["token_counts"]), sites=tuple(known["blocks"]))
     with all_or_nothing(model):
         merge_tokens_(model, exact, tuple(known["image_size"]))
         set_conversion(model, dataclasses.replace(conversion_of(model), config=method))

@@ -249,7 +249,7 @@ class Calibration:
 
     def _uncalibrated(self, budget: float) -> Schedule | None:
         """What the method does at that ratio by itself, if it can."""
-        config = self.config.unscheduled(budget)
+        config = self.config.scheduled(ratio=budget)
         try:
             plan = self.trials.planner.with_config(config).plan()
         except ValueError:
@@ -296,7 +296,7 @@ class Calibration:
     @cached_property
     def _variants(self) -> Variants:
         assert isinstance(self.cost, SequenceCost)
-        return Variants(self.search, self.cost.num_in, self.config.choices())
+        return Variants(self.search, self.cost.num_in, self.config.choices)
 
     @cached_property
     def _points(self) -> dict[int, list[Point]]:

@@ -60,10 +60,16 @@ class SequenceCost:
         (run,) = planner.layout.runs
         self.num_in, self.depth = run.num_in, len(run.blocks)
         self.num_prefix = planner.layout.num_prefix
-        self._alternates = config.alternates()
         self._counted = CountedCost(planner, config)
-        self.usual: Hashable = config.choices()[0]
-        self._kinds = self._kinds_of(config.choices())
+        self.usual: Hashable = config.choices[0]
+        self._kinds = self._kinds_of(config.choices)
+        self._alternates = False
+        if not self._fit():
+            self._alternates = True
+            self._fit()
+
+    def _fit(self) -> bool:
+        """Find the coefficients; whether they give what is counted."""
         samples = list(self._samples())
         table = torch.stack([self._terms(schedule) for schedule in samples])
         scale = table.amax(dim=0).clamp_min(1)
@@ -72,6 +78,7 @@ class SequenceCost:
         self._values: list[float] = (solution / scale).tolist()
         known = (*samples, self._held_out())
         self.exact = all(abs(self._fitted(s) - self._counted(s)) < _TOLERANCE for s in known)
+        return self.exact
 
     def _kinds_of(self, choices: Sequence[Hashable]) -> dict[Hashable, int]:
         """The kind of every choice: choices whose merges cost the same are of one kind."""

@@ -40,11 +40,11 @@ def counts_of(schedule: Schedule) -> dict[int, Count]:
 def config_of(schedule: Schedule, base: MethodConfig) -> MethodConfig:
     """The schedule as a plain config; everything else is as in `base`."""
     if not schedule:
-        return base.unscheduled(1.0)
+        return base.scheduled(ratio=1.0)
     return base.scheduled(
-        tuple(setting.block for setting in schedule),
-        tuple(setting.count for setting in schedule),
-        tuple(setting.choice for setting in schedule),
+        counts=tuple(setting.count for setting in schedule),
+        sites=tuple(setting.block for setting in schedule),
+        choices=tuple(setting.choice for setting in schedule),
     )
 
 

@@ -103,7 +103,8 @@ class Trials:
             part.to(parameter.device, parameter.dtype) for part in images.split(batch_size)
         ]
         everywhere = tuple(range(len(adapter.layout(meta_copy(model), size).blocks)))
-        self.planner = Planner(model, adapter, config.unscheduled(1.0, everywhere), size)
+        untouched = config.scheduled(ratio=1.0, sites=everywhere)
+        self.planner = Planner(model, adapter, untouched, size)
         with torch.no_grad():
             self.reference = [model(batch) for batch in self.batches]
         num_classes = self.planner.layout.num_classes

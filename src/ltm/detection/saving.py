@@ -12,7 +12,14 @@ import timm
 from safetensors.torch import load_file
 from torch import nn
 
-from ltm.api import conversion_of, freeze_, merge_tokens_, mergers, merging_network
+from ltm.api import (
+    conversion_of,
+    freeze_,
+    merge_tokens_,
+    mergers,
+    merging_network,
+    token_counts,
+)
 from ltm.api.saving import CONFIG, WEIGHTS, freeze_as_, write_weights
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
 from ltm.detection.pyramid import Pyramid
@@ -112,12 +119,8 @@ def _merging(model: nn.Module) -> dict[str, Any] | None:
     if network is None:
         return None
     done = conversion_of(network)
-    exactly = dataclasses.replace(
-        done.config,
-        ratio=None,
-        per_block=None,
-        counts=tuple(site.grid_out or site.num_out for site in done.sites),
-        sites=tuple(site.block for site in done.sites),
+    exactly = done.config.with_amount(
+        counts=tuple(token_counts(network)), sites=tuple(site.block for site in done.sites)
     )
     return {
         "asked": done.config.to_dict(),

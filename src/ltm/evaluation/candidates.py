@@ -37,6 +37,7 @@ SAVED = "saved"
 
 _SAMPLE, _COUNTED = 16, 8
 """Images that methods are fitted on, and images on which multiply-adds are counted."""
+_VARYING = "fitted on the timed images; batches padded to the longest image, masked when compiled"
 
 
 def check_methods(methods: Sequence[str], ratio: float) -> None:
@@ -71,9 +72,8 @@ def merging_candidate(
     cost = _gmacs(model, images)
     if not training:
         freeze_(model)
-    return Candidate(
-        method=method, model=model, ratio=config.ratio, gmacs=cost, note=config.timing_note
-    )
+    note = _VARYING if _varies(model) else ""
+    return Candidate(method=method, model=model, ratio=config.ratio, gmacs=cost, note=note)
 
 
 def _published_tome(model: nn.Module, method: str, ratio: float, images: Tensor) -> Candidate:
@@ -95,9 +95,14 @@ def _published_tome(model: nn.Module, method: str, ratio: float, images: Tensor)
 
 def _gmacs(model: nn.Module, images: Tensor) -> float:
     """Counted without values, unless every image keeps a number of tokens of its own."""
-    if any(merger.own_counts for _, merger in mergers(model)):
+    if _varies(model):
         return measured_gmacs(model, images[:_COUNTED])
     return gmacs(model, (images.shape[-2], images.shape[-1]))
+
+
+def _varies(model: nn.Module) -> bool:
+    """Whether every image keeps a number of tokens of its own."""
+    return any(merger.own_counts for _, merger in mergers(model))
 
 
 class Candidates:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_type_hints
 
@@ -208,16 +208,14 @@ def _keep_what_is_absent(merger: Merger, keys: Any) -> None:
         keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(prefix)]
 
 
-class Images(ABC):
-    """Images, and a converted model to run on them, for a method that takes something from both."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Images:
+    """What a method may ask of a converted model and of the images that it is fitted on."""
 
-    @abstractmethod
-    def share(self) -> float:
-        """The mean share of the original's MACs over the images, from the tokens really left."""
-
-    @abstractmethod
-    def collect_statistics_(self) -> None:
-        """Let every merger that keeps class statistics observe the images, and take them."""
+    share: Callable[[], float]
+    """The mean share of the original's MACs over the images, from the tokens really left."""
+    collect_statistics_: Callable[[], object]
+    """Let every merger that keeps class statistics observe the images, and take them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -234,10 +232,23 @@ _METHODS: dict[str, type[MethodConfig]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig(ABC):
-    """Settings common to all methods. How much to merge is said in one of three ways.
+    """A method: its settings, and what the rest of the library asks of it.
+
+    A new method must give a `name` and `build`. It may give, where the default does not suit it:
+
+    - words: `title`, `description`, `describe`, `colour`, `marker`, `aliases`
+    - where it merges, and how much: `choose_sites`, `spread`, `prefers_few`, `keeps_grid`,
+      `counting`, `for_feature_maps`
+    - what it takes from images: `needs_images`, `fit_`
+    - training: `learning_rate`, `extra_loss`
+    - what a calibration may search: `unschedulable`, `choices`, `choice_at`, `scheduled`
+    - settings that have parts, or that old files lack: `settings_types`, `from_settings`,
+      `to_settings`, `earlier`, `later`
+
+    How much to merge is said in one of three ways:
 
     ratio: share of the original network's MACs, the method's own cost included. The default is 0.7.
-    per_block: share of tokens that every block keeps (the paper's letter; it compounds).
+    per_block: share of tokens that every block keeps (the paper's form; it compounds).
     counts: tokens left after each site, prefix excluded; `(height, width)` pairs on grids.
     """
 
@@ -258,12 +269,12 @@ class MethodConfig(ABC):
     colour: ClassVar[str | None] = None
     """Its colour in plots, "#rrggbb"; None takes one that is free."""
     marker: ClassVar[str | None] = None
-    timing_note: ClassVar[str] = ""
-    """What to know about its times beside other methods'."""
     aliases: ClassVar[dict[str, str]] = {}
     """Short names for the method with some settings, `name=value,...`."""
     prefers_few: ClassVar[bool] = False
     """Merges once per stage of a grid network, where that is enough, instead of in every block."""
+    choices: ClassVar[tuple[Hashable, ...]] = (None,)
+    """What a site of a sequence may do, the usual first: values with a readable `str`."""
     earlier: ClassVar[dict[str, Any]] = {}
     """Values of settings that old saved configs lack."""
     later: ClassVar[frozenset[str]] = frozenset()
@@ -319,19 +330,15 @@ class MethodConfig(ABC):
         """
         return constant_number(strength, num_in, len(sites))
 
-    def alternates(self) -> bool:
-        """Whether it compares even tokens with odd ones only, while at most half of them leave."""
-        return False
-
     def counting(self) -> float:
         """The power of a token's size that the attention of a sequence network counts."""
         return 1.0
 
-    def without_amount(self) -> MethodConfig:
-        """The same settings, but for how much is merged: what the cost of a block depends on."""
-        return dataclasses.replace(self, ratio=1.0, per_block=None, counts=None)
+    def for_feature_maps(self) -> MethodConfig:
+        """The same settings, with grids restored after every block where that is open."""
+        return self
 
-    # What it needs from images.
+    # What it takes from images.
 
     def needs_images(self) -> bool:
         """Whether a conversion is incomplete before `fit_` has seen images."""
@@ -360,7 +367,7 @@ class MethodConfig(ABC):
         """
         return None
 
-    # Per-site choices, which a calibration may search.
+    # What a calibration may search.
 
     def unschedulable(self, *, grid: bool) -> str:
         """Why no schedule of sites and counts can be searched; empty where one can.
@@ -369,36 +376,26 @@ class MethodConfig(ABC):
         """
         return ""
 
-    def choices(self) -> tuple[Any, ...]:
-        """What a site of a sequence may do, the usual first: hashable values with a readable str.
-
-        None is the only one where sites and counts are all there is.
-        """
-        return (None,)
-
-    def choice_at(self, block: int) -> Any:
-        """What a site does now."""
+    def choice_at(self, block: int) -> Hashable:
+        """Which of its `choices` a site has."""
         return None
 
     def scheduled(
-        self, sites: tuple[int, ...], counts: tuple[Count, ...], choices: tuple[Any, ...]
+        self,
+        *,
+        ratio: float | None = None,
+        counts: tuple[Count, ...] | None = None,
+        sites: tuple[int, ...] | None = None,
+        choices: tuple[Hashable, ...] = (),
     ) -> MethodConfig:
-        """The same settings with sites, the tokens left after each, and the choice of each."""
-        return dataclasses.replace(self, ratio=None, per_block=None, counts=counts, sites=sites)
-
-    def unscheduled(self, ratio: float, sites: tuple[int, ...] | None = None) -> MethodConfig:
-        """The same settings without anything that a schedule decides."""
-        return dataclasses.replace(self, ratio=ratio, per_block=None, counts=None, sites=sites)
+        """The same settings with another schedule, the `choices` of its sites included."""
+        return dataclasses.replace(self, ratio=ratio, per_block=None, counts=counts, sites=sites)
 
     # Words and files.
 
     def describe(self, site: Site) -> str:
         """What happens to the tokens of a site, in a phrase."""
         return self.description
-
-    def for_feature_maps(self) -> MethodConfig:
-        """The same settings, with grids restored after every block where that is open."""
-        return self
 
     @classmethod
     def settings_types(cls) -> dict[str, Any]:
@@ -415,6 +412,19 @@ class MethodConfig(ABC):
     def to_settings(self) -> dict[str, Any]:
         """Flat settings by name, as `from_settings` takes them."""
         return dataclasses.asdict(self)
+
+    # What all methods share.
+
+    def with_amount(
+        self,
+        *,
+        ratio: float | None = None,
+        counts: tuple[Count, ...] | None = None,
+        sites: tuple[int, ...] | None = None,
+    ) -> MethodConfig:
+        """The same settings, but for how much is merged; at the same sites unless given."""
+        sites = self.sites if sites is None else sites
+        return dataclasses.replace(self, ratio=ratio, per_block=None, counts=counts, sites=sites)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with the method's name."""

@@ -55,10 +55,6 @@ class LTMP(MethodConfig):
     description: ClassVar[str] = "pairs above a threshold merge, tokens below another are dropped"
     colour: ClassVar[str | None] = "#aa4499"
     marker: ClassVar[str | None] = "v"
-    timing_note: ClassVar[str] = (
-        "thresholds set on the timed images; batches padded to the longest image, masked when "
-        "compiled"
-    )
     later: ClassVar[frozenset[str]] = frozenset(
         {"merge_threshold_lr", "prune_threshold_lr", "budget_weight"}
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -49,16 +49,6 @@ class Choice:
         return f"{self.operator}{protected}"
 
 
-CHOICES = (
-    Choice("norm", 1.0),
-    Choice("norm", 0.0),
-    Choice("merge", 1.0),
-    Choice("merge", 0.0),
-    Choice("prune_redundant", 1.0),
-    Choice("prune_redundant", 0.0),
-    Choice("prune_unimportant", 0.0),
-)
-
 _PHRASES: dict[Operator, str] = {
     "merge": "tokens that are missed least join their nearest, weighted",
     "norm": "tokens that are missed least join their nearest, weighted, norms kept",
@@ -88,6 +78,15 @@ class LTM(MethodConfig):
         "ltm-uniform": "weights=uniform",
     }
     prefers_few: ClassVar[bool] = True
+    choices: ClassVar[tuple[Hashable, ...]] = (
+        Choice("norm", 1.0),
+        Choice("norm", 0.0),
+        Choice("merge", 1.0),
+        Choice("merge", 0.0),
+        Choice("prune_redundant", 1.0),
+        Choice("prune_redundant", 0.0),
+        Choice("prune_unimportant", 0.0),
+    )
     earlier: ClassVar[dict[str, Any]] = {"attended": 0.0, "size_power": 1.0}
 
     def __post_init__(self) -> None:
@@ -160,9 +159,6 @@ class LTM(MethodConfig):
             protection=choice.protection,
         )
 
-    def alternates(self) -> bool:
-        return self.matched.matching == "alternate"
-
     def fit_(self, mergers: Sequence[Merger], images: Images, *, tolerance: float) -> None:
         if any(merger.keeps_statistics for merger in mergers):
             images.collect_statistics_()
@@ -172,35 +168,27 @@ class LTM(MethodConfig):
             return "a learned support on a sequence has no schedule to search"
         return ""
 
-    def choices(self) -> tuple[Choice, ...]:
-        return CHOICES
-
     def scheduled(
-        self, sites: tuple[int, ...], counts: tuple[Count, ...], choices: tuple[Any, ...]
+        self,
+        *,
+        ratio: float | None = None,
+        counts: tuple[Count, ...] | None = None,
+        sites: tuple[int, ...] | None = None,
+        choices: tuple[Hashable, ...] = (),
     ) -> LTM:
         chosen = [choice for choice in choices if isinstance(choice, Choice)]
-        support = self._per_site(
-            operators=tuple(choice.operator for choice in chosen) or None,
-            protections=tuple(choice.protection for choice in chosen) or None,
-        )
+        support = self.support
+        if not isinstance(support, Learned):
+            matched = dataclasses.replace(
+                self.matched,
+                operators=tuple(choice.operator for choice in chosen) or None,
+                protections=tuple(choice.protection for choice in chosen) or None,
+            )
+            alone = isinstance(support, Matched)
+            support = matched if alone else by_family(matched, self.learned)
         return dataclasses.replace(
-            self, ratio=None, per_block=None, counts=counts, sites=sites, support=support
+            self, ratio=ratio, per_block=None, counts=counts, sites=sites, support=support
         )
-
-    def unscheduled(self, ratio: float, sites: tuple[int, ...] | None = None) -> LTM:
-        support = self._per_site(operators=None, protections=None)
-        return dataclasses.replace(
-            self, ratio=ratio, per_block=None, counts=None, sites=sites, support=support
-        )
-
-    def _per_site(self, **changes: Any) -> Support | None:
-        """The support with other operators and protections, where it is matched at all."""
-        if isinstance(self.support, Learned):
-            return self.support
-        matched = dataclasses.replace(self.matched, **changes)
-        if isinstance(self.support, Matched):
-            return matched
-        return by_family(matched, self.learned)
 
     def describe(self, site: Site) -> str:
         if self.is_learned(grid=site.grid_in is not None):
