@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ltm.api import conversion_of, is_merging, merge_tokens_
 from ltm.data.shapes import example_pictures
 from ltm.data.transforms import ImageSpec, evaluation_transform
+from ltm.deployment.export import compare
 from ltm.deployment.formats import OnnxModel, deployable, save_onnx, trace
 from ltm.deployment.information import describe
-from ltm.deployment.parity import compare
 from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.models import ModelSource, method_config
 from reproduction.benchmarks.recording import parser, write_page

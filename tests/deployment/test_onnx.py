@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import ltm
 from ltm.api.saving import telling_names
-from ltm.deployment import parity
-from ltm.deployment.export import Export
+from ltm.deployment.export import Export, Parity, ParityError, compare, require_parity
 from ltm.deployment.formats import OnnxModel, save_onnx
 from ltm.deployment.information import (
     ModelInformation,
@@ -22,7 +21,6 @@ from ltm.deployment.information import (
     read_class_names,
     saved_class_names,
 )
-from ltm.deployment.parity import Parity, ParityError, compare, require_parity
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +88,7 @@ def test_a_wrong_file_is_not_left_to_be_used(
     monkeypatch.setattr("ltm.deployment.export.save_onnx", lambda _, path, __: _touched(path))
     monkeypatch.setattr("ltm.deployment.export.OnnxModel", lambda _: vit)
     job = Export(vit, tmp_path, describe(vit))
-    with pytest.raises(parity.ParityError):
+    with pytest.raises(ParityError):
         job.write(("onnx",), images)
     assert not (tmp_path / "model.onnx").exists()
 

@@ -6,7 +6,6 @@
 | `prediction` | `ltm.predict`: streams of images through a network, an ONNX file or a detector |
 | `formats` | torch.export program, ONNX, OpenVINO: how each is written and run |
 | `int8` | quantisation of ONNX files and of torch networks |
-| `parity` | does an exported file say what the network says? |
 | `information` | what travels with a file: preprocessing, class names, token merging |
 | `hub` | folders for the Hugging Face hub, upload and download |
 """

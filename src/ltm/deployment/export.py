@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from ltm.deployment.formats import (
     deployable,
     save_onnx,
     save_openvino,
-    save_program,
     trace,
 )
 from ltm.deployment.information import (
@@ -35,13 +34,6 @@ from ltm.deployment.information import (
     saved_class_names,
 )
 from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
-from ltm.deployment.parity import (
-    Classify,
-    Parity,
-    ParityError,
-    compare,
-    require_parity,
-)
 from ltm.deployment.settings import BATCH_SIZES, TOLERANCE, ExportSettings, Format
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import paired_interval
@@ -65,7 +57,26 @@ from ltm.progress import Progress
 _CALIBRATION_BATCH = 16
 
 FLOAT = "float32"
-_STEM = "model"
+
+
+Classify = Callable[[Tensor], Tensor]
+"""From images, `b c h w`, to one score per class, `b a`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How far an exported model is from the original at one batch size."""
+
+    batch_size: int
+    num_images: int
+    max_relative_difference: float
+    """The largest difference of any score, relative to the image's largest score."""
+    agreement: float
+    """Share of the images with the same prediction."""
+
+
+class ParityError(ValueError):
+    """An exported model does not say what the original says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +201,8 @@ def export(
     )
     run = None if source is None else source.run
     job = Export(network, folder, model_information(network, settings, run))
-    sample = _first(job, parts.evaluation, settings)
+    number = max(settings.batch_sizes)
+    sample = next(iter(_batches(job, parts.evaluation.take(number), settings, number))).images
     job.write(
         settings.formats, sample, batch_sizes=settings.batch_sizes, tolerance=settings.tolerance
     )
@@ -230,11 +242,6 @@ def _batches(
     return evaluation_loader(dataset, job.information.spec, config)
 
 
-def _first(job: Export, dataset: Any, settings: ExportSettings) -> Tensor:
-    number = max(settings.batch_sizes)
-    return next(iter(_batches(job, dataset.take(number), settings, number))).images
-
-
 class Export:
     """Writes the files of one network into one folder, and remembers how to run them."""
 
@@ -255,8 +262,10 @@ class Export:
         """Write the formats, and refuse a file that does not say what the model says."""
         traced = trace(self.model, self.information.spec.size)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for kind in _with_sources(formats):
-            path, runner = _WRITERS[kind](self, traced)
+        # OpenVINO's file is made from the ONNX file.
+        wanted = {*formats, *(("onnx",) if "openvino" in formats else ())}
+        for kind in (kind for kind in SUFFIXES if kind in wanted):
+            path, runner = self._path(kind), self._write(kind, traced)
             try:
                 rows = compare(self.model, runner, images, batch_sizes)
                 require_parity(rows, path.name, tolerance)
@@ -269,10 +278,9 @@ class Export:
 
     def write_int8(self, recipe: str, calibration: Iterable[Tensor]) -> list[ExportedFile]:
         """Write int8 versions of the ONNX file and the program, where they were written."""
-        settings = RECIPES[recipe]
-        for file in [f for f in self.files if f.precision == FLOAT and f.format in _QUANTISERS]:
-            path = self.folder / f"{_STEM}.int8-{recipe}{Path(file.name).suffix}"
-            runner, number = _QUANTISERS[file.format](self, path, settings, calibration)
+        for file in [f for f in self.files if f.precision == FLOAT and f.format != "openvino"]:
+            path = self._path(file.format, f".int8-{recipe}")
+            runner, number = self._quantise(file.format, path, RECIPES[recipe], calibration)
             self._add(path, file.format, f"int8 {recipe}", runner, num_int8_layers=number)
         return self.files
 
@@ -311,6 +319,29 @@ class Export:
             )
         return rows
 
+    def _path(self, kind: Format, precision: str = "") -> Path:
+        return self.folder / f"model{precision}{SUFFIXES[kind]}"
+
+    def _write(self, kind: Format, traced: ExportedProgram) -> Classify:
+        if kind == "program":
+            torch.export.save(traced, self._path(kind))
+            return traced.module()
+        if kind == "onnx":
+            return OnnxModel(save_onnx(traced, self._path(kind), self.information))
+        return OpenVinoModel(save_openvino(self._path("onnx"), self._path(kind)))
+
+    def _quantise(
+        self, kind: Format, path: Path, recipe: Int8, calibration: Iterable[Tensor]
+    ) -> tuple[Classify, int]:
+        if kind == "onnx":
+            number = quantise_onnx(self._path(kind), path, recipe, calibration)
+            return OnnxModel(path), number
+        model = copy.deepcopy(self.model)
+        number = quantise_torch_(model, recipe)
+        traced = trace(model, self.information.spec.size)
+        torch.export.save(traced, path)
+        return traced.module(), number
+
     def _add(
         self, path: Path, kind: Format, precision: str, runner: Classify, **known: Any
     ) -> None:
@@ -321,58 +352,6 @@ class Export:
         self.files.append(
             ExportedFile(name=path.name, format=kind, precision=precision, num_bytes=size, **known)
         )
-
-
-def _with_sources(formats: Sequence[Format]) -> list[Format]:
-    """OpenVINO's file is made from the ONNX file."""
-    wanted = set(formats) | ({"onnx"} if "openvino" in formats else set())
-    return [kind for kind in _WRITERS if kind in wanted]
-
-
-def _write_onnx(job: Export, traced: ExportedProgram) -> tuple[Path, Classify]:
-    path = save_onnx(traced, job.folder / f"{_STEM}{SUFFIXES['onnx']}", job.information)
-    return path, OnnxModel(path)
-
-
-def _write_program(job: Export, traced: ExportedProgram) -> tuple[Path, Classify]:
-    path = save_program(traced, job.folder / f"{_STEM}{SUFFIXES['program']}")
-    return path, traced.module()
-
-
-def _write_openvino(job: Export, _: ExportedProgram) -> tuple[Path, Classify]:
-    source = job.folder / f"{_STEM}{SUFFIXES['onnx']}"
-    path = save_openvino(source, job.folder / f"{_STEM}{SUFFIXES['openvino']}")
-    return path, OpenVinoModel(path)
-
-
-_WRITERS: dict[Format, Callable[[Export, ExportedProgram], tuple[Path, Classify]]] = {
-    "program": _write_program,
-    "onnx": _write_onnx,
-    "openvino": _write_openvino,
-}
-
-
-def _quantise_onnx(
-    job: Export, path: Path, recipe: Int8, calibration: Iterable[Tensor]
-) -> tuple[Classify, int]:
-    source = job.folder / f"{_STEM}{SUFFIXES['onnx']}"
-    number = quantise_onnx(source, path, recipe, calibration)
-    return OnnxModel(path), number
-
-
-def _quantise_program(
-    job: Export, path: Path, recipe: Int8, _: Iterable[Tensor]
-) -> tuple[Classify, int]:
-    model = copy.deepcopy(job.model)
-    number = quantise_torch_(model, recipe)
-    traced = trace(model, job.information.spec.size)
-    save_program(traced, path)
-    return traced.module(), number
-
-
-_QUANTISERS: dict[
-    Format, Callable[[Export, Path, Int8, Iterable[Tensor]], tuple[Classify, int]]
-] = {"onnx": _quantise_onnx, "program": _quantise_program}
 
 
 @torch.no_grad()
@@ -388,3 +367,60 @@ def _correct(
     if images is None:
         raise ValueError("batches: there are no labelled images to measure accuracy on")
     return {name: torch.cat(parts) for name, parts in found.items()}, images
+
+
+# --- Does a file say what the network says? ------------------------------------------------------
+
+
+@torch.no_grad()
+def compare(
+    original: Classify,
+    exported: Classify,
+    images: Tensor,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+) -> list[Parity]:
+    """Show images to both in batches of each size; a small set is gone through again."""
+    rows = []
+    for size in batch_sizes:
+        differences, agreements = [], []
+        for batch in _whole_batches(images, size):
+            expected, found = original(batch).double(), exported(batch).double()
+            if expected.shape != found.shape:
+                raise ParityError(
+                    f"at batch {size} the exported model gives {tuple(found.shape)} instead of "
+                    f"{tuple(expected.shape)}"
+                )
+            scale = expected.abs().amax(dim=1).clamp_min(1e-12)
+            difference = (expected - found).abs().amax(dim=1) / scale
+            # NaN would pass every comparison.
+            differences.append(difference.nan_to_num(torch.inf))
+            agreements.append(expected.argmax(1) == found.argmax(1))
+        worst, agreement = torch.cat(differences), torch.cat(agreements)
+        rows.append(
+            Parity(
+                batch_size=size,
+                num_images=len(worst),
+                max_relative_difference=float(worst.max()),
+                agreement=float(agreement.double().mean()),
+            )
+        )
+    return rows
+
+
+def require_parity(rows: Sequence[Parity], what: str, tolerance: float = TOLERANCE) -> None:
+    """Raise where a difference is larger than the tolerance."""
+    for row in rows:
+        if not row.max_relative_difference <= tolerance:
+            raise ParityError(
+                f"{what} differs from the original by {row.max_relative_difference:.2e} at batch "
+                f"{row.batch_size}: at most {tolerance:.0e} is allowed"
+            )
+
+
+def _whole_batches(images: Tensor, size: int) -> Iterator[Tensor]:
+    """Whole batches that cover all images at least once."""
+    if len(images) == 0:
+        raise ValueError("images: there are none to compare on")
+    places = torch.arange(-(-len(images) // size) * size) % len(images)
+    for start in range(0, len(places), size):
+        yield images[places[start : start + size]]

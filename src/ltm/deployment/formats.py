@@ -2,7 +2,7 @@
 
 | format | written by | run by |
 |---|---|---|
-| torch.export program, `.pt2` | `save_program` | `torch.export.load` |
+| torch.export program, `.pt2` | `torch.export.save` | `torch.export.load`, which unpickles |
 | ONNX, `.onnx` | `save_onnx` | `OnnxModel` |
 | OpenVINO, `.xml` and `.bin` | `save_openvino`, from an ONNX file | `OpenVinoModel` |
 
@@ -25,10 +25,11 @@ from torch.export import Dim, ExportedProgram
 from ltm.api import freeze_, image_size_of, is_merging
 from ltm.core.cost import channels_of
 from ltm.deployment.information import ModelInformation
+from ltm.deployment.settings import Format
 from ltm.evaluation.modes import onnx_session, to_onnx
 from ltm.extras import require
 
-SUFFIXES = {"program": ".pt2", "onnx": ".onnx", "openvino": ".xml"}
+SUFFIXES: dict[Format, str] = {"program": ".pt2", "onnx": ".onnx", "openvino": ".xml"}
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 """Names in an ONNX file."""
 
@@ -64,12 +65,6 @@ def trace(model: nn.Module, image_size: tuple[int, int] | None = None) -> Export
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
     return program
-
-
-def save_program(program: ExportedProgram, path: Path) -> Path:
-    """Write a program as .pt2. Reading it back unpickles: load only files that you trust."""
-    torch.export.save(program, path)
-    return path
 
 
 def save_onnx(program: ExportedProgram, path: Path, information: ModelInformation) -> Path:

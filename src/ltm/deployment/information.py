@@ -12,14 +12,14 @@ from typing import Any
 from timm.data import ImageNetInfo
 from torch import nn
 
-from ltm.api import conversion_of, image_size_of, is_merging, token_counts
+from ltm.api import conversion_of, is_merging, token_counts
 from ltm.api.saving import saved_folder
 from ltm.data.config import DataConfig
-from ltm.data.transforms import ImageSpec, image_spec
+from ltm.data.transforms import ImageSpec
+from ltm.evaluation.images import expected_images
+from ltm.models import name_of
 
 _PREFIX = "ltm."
-_AS_MADE = DataConfig(source="images")
-"""No wishes of its own: images as the model expects them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,10 @@ class ModelInformation:
             stored: dict[str, Any] = found["preprocessing"]
             for name in ("size", "mean", "std"):
                 stored[name] = tuple(stored[name])
-            spec = ImageSpec(**stored)
             names = found.get("class_names")
             return ModelInformation(
                 model=found["model"],
-                spec=spec,
+                spec=ImageSpec(**stored),
                 class_names=None if names is None else tuple(names),
                 token_merging=found.get("token_merging"),
             )
@@ -97,11 +96,9 @@ def describe(
     number = int(getattr(model, "num_classes", 0) or 0)
     names = tuple(class_names) if class_names is not None else _known_names(known, number)
     _check_class_names(names, number)
-    if spec is None:
-        spec = dataclasses.replace(image_spec(_AS_MADE, model), size=image_size_of(model))
     return ModelInformation(
-        model=str(known.get("architecture") or type(model).__name__),
-        spec=spec,
+        model=name_of(model),
+        spec=spec or expected_images(model, DataConfig(source="images")),
         class_names=names,
         token_merging=_merging(model) if is_merging(model) else None,
     )

@@ -48,14 +48,6 @@ RECIPES = {
 """Settings by name. All but "dynamic" need calibration images."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layers:
-    """Nodes that have weights, by what becomes of them."""
-
-    computed: list[str]
-    stored: list[str]
-
-
 def quantise_onnx(
     source: Path, target: Path, recipe: Int8, calibration: Iterable[Tensor] = ()
 ) -> int:
@@ -66,14 +58,14 @@ def quantise_onnx(
     onnx, ort = require("onnx", extra="export"), require("onnxruntime.quantization", extra="export")
     model = onnx.load(str(source))
     kinds = ["MatMul", "Gemm", *(["Conv"] if recipe.convolutions else [])]
-    layers = _layers(model, kinds, recipe)
-    if not layers.computed:
+    computed, stored = _layers(model, kinds, recipe)
+    if not computed:
         raise ValueError(f"{source} has no layers that could become int8 with these settings")
     metadata = list(model.metadata_props)
     # Notes on the shapes of weights contradict the transposed copies that the quantiser makes.
     del model.graph.value_info[:]
     common: dict[str, Any] = {
-        "nodes_to_quantize": layers.computed,
+        "nodes_to_quantize": computed,
         "op_types_to_quantize": kinds,
         "per_channel": True,
     }
@@ -91,14 +83,14 @@ def quantise_onnx(
                 **common,
             )
     quantised = onnx.load(str(target))
-    for name in layers.stored:
+    for name in stored:
         _store_as_int8_(quantised, name)
     # The quantiser keeps no metadata, but preprocessing and class names are the same.
     del quantised.metadata_props[:]
     quantised.metadata_props.extend(metadata)
     quantised.producer_name = "ltm"
     onnx.save(quantised, str(target))
-    return len(layers.computed) + len(layers.stored)
+    return len(computed) + len(stored)
 
 
 def quantise_torch_(model: nn.Module, recipe: Int8) -> int:
@@ -123,38 +115,35 @@ def _linears(model: nn.Module) -> set[str]:
     return {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _layers(model: Any, kinds: list[str], recipe: Int8) -> _Layers:
-    """Nodes with weights: products of two activations have none."""
+def _layers(model: Any, kinds: list[str], recipe: Int8) -> tuple[list[str], list[str]]:
+    """Nodes that are computed in int8, and nodes of which only the weights are stored so."""
     weights = {initializer.name for initializer in model.graph.initializer}
     computed: list[str] = []
     stored: list[str] = []
     for node in model.graph.node:
         if node.op_type not in kinds or node.input[1] not in weights:
-            continue
+            continue  # a product of two activations has no weights
         path = node.name.rpartition("/")[0]
         weights_only = node.op_type == "MatMul" and path.endswith(recipe.weights_only or ("\0",))
         (stored if weights_only else computed).append(node.name)
-    return _Layers(computed=computed, stored=stored)
+    return computed, stored
 
 
 def _store_as_int8_(model: Any, name: str) -> None:
     """Keep the weights of a product as int8, one scale per output channel, and compute in float."""
-    helper, numpy_helper = (
-        require("onnx.helper", extra="export"),
-        require("onnx.numpy_helper", extra="export"),
-    )
+    onnx = require("onnx", extra="export")
     place, node = next((i, n) for i, n in enumerate(model.graph.node) if n.name == name)
     weight = next(w for w in model.graph.initializer if w.name == node.input[1])
-    values = numpy_helper.to_array(weight)
+    values = onnx.numpy_helper.to_array(weight)
     scale = np.maximum(np.abs(values).max(axis=0), 1e-12) / 127
     rounded = np.round(values / scale).astype(np.int8)
     model.graph.initializer.remove(weight)
     parts = {"int8": rounded, "scale": scale.astype(np.float32)}
     for part, array in parts.items():
-        model.graph.initializer.append(numpy_helper.from_array(array, f"{weight.name}_{part}"))
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, f"{weight.name}_{part}"))
     inputs = [f"{weight.name}_{part}" for part in parts]
     output = f"{weight.name}_float"
-    restored = helper.make_node("DequantizeLinear", inputs, [output], f"{name}_weight", axis=1)
+    restored = onnx.helper.make_node("DequantizeLinear", inputs, [output], f"{name}_weight", axis=1)
     node.input[1] = output
     model.graph.node.insert(place, restored)
 
@@ -163,20 +152,15 @@ class _Reader:
     """Calibration batches as ONNX Runtime asks for them."""
 
     def __init__(self, batches: Iterable[Tensor]) -> None:
-        self._inputs = self._named(batches)
-
-    @staticmethod
-    def _named(batches: Iterable[Tensor]) -> Iterator[dict[str, Any]]:
-        number = 0
-        for images in batches:
-            number += len(images)
-            yield {INPUT: images.float().cpu().numpy()}
-        if number == 0:
-            raise ValueError("calibration: static ranges need images, and there are none")
+        self._batches, self._empty = iter(batches), True
 
     def get_next(self) -> dict[str, Any] | None:
         """The next batch, or None at the end."""
-        return next(self._inputs, None)
+        images = next(self._batches, None)
+        if images is None and self._empty:
+            raise ValueError("calibration: static ranges need images, and there are none")
+        self._empty = False
+        return None if images is None else {INPUT: images.float().cpu().numpy()}
 
 
 @contextmanager

@@ -57,18 +57,15 @@ class Predictions:
     Memory does not grow with the number of images.
     """
 
-    def __init__(
-        self, model: ImageModel, images: Sequence[str], settings: PredictSettings, stdin: TextIO
-    ) -> None:
+    def __init__(self, model: ImageModel, images: Sequence[str], settings: PredictSettings) -> None:
         self.model, self.images, self.settings = model, tuple(images), settings
         self.num_images = self.num_unreadable = 0
         self.interrupted = False
-        self._stdin = stdin
 
     def __iter__(self) -> Iterator[Prediction]:
         self.num_images = self.num_unreadable = 0
         loop, settings = Progress("images"), self.settings
-        paths = image_paths(self.images, self._stdin)
+        paths = image_paths(self.images)
         found = stream(paths, self.model, batch_size=settings.batch_size, threads=settings.threads)
         for prediction in loop(found):
             self.num_images += 1
@@ -122,7 +119,7 @@ def predict(
     if not inputs:
         raise ValueError("inputs: give images, folders, a list of paths, or - for standard input")
     check_inputs(inputs)
-    return Predictions(_open_predictor(model, settings, say), inputs, settings, sys.stdin)
+    return Predictions(_open_predictor(model, settings, say), inputs, settings)
 
 
 def _open_predictor(
@@ -133,14 +130,20 @@ def _open_predictor(
     """Whatever predicts: found by its type, the ending of its name, or a saved folder's config."""
     if isinstance(model, ImageModel):
         return model
-    if isinstance(model, str | Path) and Path(model).suffix.lower() in (".onnx", ".pt2"):
-        return _onnx_classifier(Path(model), settings)
+    if isinstance(model, str | Path) and Path(model).suffix.lower() == ".pt2":
+        raise ValueError(
+            f"onnx is {model}: a torch.export program is read by unpickling, which can run "
+            "anything; export to ONNX instead"
+        )
+    if isinstance(model, str | Path) and Path(model).suffix.lower() == ".onnx":
+        file = OnnxModel(Path(model))
+        return _classifier(file, file.information, settings)
     source = source_of(model)
     run = None if source is None else source.run
     detector = None if run is None else detector_folder(run)
     if source is not None and detector is not None:
-        given = {**vars(source), "run": None, **_known_to_a_detector(settings)}
-        refuse_given(given, "a saved detector")
+        given = {"class_names": settings.class_names, "crop_ratio": settings.crop_ratio}
+        refuse_given({**vars(source), "run": None, **given}, "a saved detector")
         from ltm.detection.saving import load_detector  # noqa: PLC0415 - an optional extra
 
         return Detector(load_detector(detector), settings.threshold)
@@ -151,16 +154,6 @@ def _open_predictor(
         raise ValueError("model: it has no classes to predict; take one with a head")
     known = describe(network, class_names=None if run is None else saved_class_names(run))
     return _classifier(network, known, settings)
-
-
-def _onnx_classifier(path: Path, settings: PredictSettings) -> Classifier:
-    if path.suffix.lower() == ".pt2":
-        raise ValueError(
-            f"onnx is {path}: a torch.export program is read by unpickling, which can run "
-            "anything; export to ONNX instead"
-        )
-    scores = OnnxModel(path)
-    return _classifier(scores, scores.information, settings)
 
 
 def _classifier(scores: Any, known: ModelInformation, settings: PredictSettings) -> Classifier:
@@ -176,10 +169,6 @@ def detector_folder(run: Path) -> Path | None:
     except (OSError, json.JSONDecodeError):
         return None  # Loading the network will say what is wrong.
     return folder if isinstance(known, dict) and "detector" in known else None
-
-
-def _known_to_a_detector(settings: PredictSettings) -> dict[str, Any]:
-    return {"class_names": settings.class_names, "crop_ratio": settings.crop_ratio}
 
 
 # --- Models --------------------------------------------------------------------------------------
@@ -308,17 +297,17 @@ def _read(path: str, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
 def _predict_batch(
     batch: list[tuple[str, Future[Tensor]]], model: ImageModel
 ) -> Iterator[Prediction]:
-    errors: dict[int, str] = {}
-    images: dict[int, Tensor] = {}
-    for place, (_, future) in enumerate(batch):
+    found: list[Tensor | str] = []
+    for _, future in batch:
         try:
-            images[place] = future.result()
+            found.append(future.result())
         except Exception as error:  # noqa: BLE001 - decoders raise anything on damaged bytes
-            errors[place] = _sentence(error)
-    answers = iter(model.answer(list(images.values())) if images else ())
-    for place, (path, _) in enumerate(batch):
-        if place in errors:
-            yield Prediction(path=path, error=errors[place])
+            found.append(_sentence(error))
+    images = [value for value in found if isinstance(value, Tensor)]
+    answers = iter(model.answer(images) if images else ())
+    for (path, _), value in zip(batch, found, strict=True):
+        if isinstance(value, str):
+            yield Prediction(path=path, error=value)
         else:
             yield Prediction(path=path, answer=next(answers))
 
@@ -357,10 +346,7 @@ def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[
 
 
 def _lines(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        path = line.rstrip("\r\n")
-        if path:
-            yield path
+    return filter(None, (line.rstrip("\r\n") for line in lines))
 
 
 def _walk(folder: str) -> Iterator[str]:
