@@ -15,12 +15,10 @@ from ltm.evaluation.timing import interleaved
 from ltm.files import write_bytes
 from ltm.report.pictures import (
     Scenes,
-    default_targets,
     figure_bytes,
-    maps_at,
     merging_blocks,
     prepare,
-    rescale,
+    target_tokens,
     weights_figure,
 )
 from ltm.report.tracing import trace
@@ -112,11 +110,7 @@ def heatmap(job: Heatmap, context: Context) -> dict[str, Any]:
 
 
 def _weights(scenes: Scenes, traces: Any, block: int) -> dict[str, list[list[float]]]:
-    maps = maps_at(traces, block, len(scenes))
-    reference = list(maps.values())[-1]
-    found: dict[str, list[list[float]]] = {name: [] for name in maps}
-    for index, target in enumerate(default_targets(scenes, reference)):
-        for name, site in maps.items():
-            weights = site.of_target(index, rescale(target, reference.grid, site.grid))
-            found[name].append(sorted(weights[weights > 0].tolist(), reverse=True))
+    found: dict[str, list[list[float]]] = {}
+    for row in target_tokens(scenes, traces, block):
+        found.setdefault(row["method"], []).append(row["target_weights"])
     return found

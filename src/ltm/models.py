@@ -600,7 +600,7 @@ def _load_run(run: Path, host: nn.Module | None) -> nn.Module:
 
 
 def _resize_(model: nn.Module, image_size: int | None) -> None:
-    """Take another input size; what takes any size, as convolutional stems do, notes it down."""
+    """Set another input size; a network that takes any size, as with a stem, only records it."""
     if image_size is None:
         return
     host: Any = model
@@ -639,21 +639,21 @@ def _check_host(
 
 
 def _outline(name: str, arguments: Mapping[str, Any]) -> nn.Module | None:
-    """The network without any values, which takes no time; None if that cannot be had."""
+    """The network on the meta device, which takes no time; None where that fails."""
     import timm
     import torch
 
-    if ":" in name or name.startswith("ltm_"):  # the one is on a hub, the other converted already
+    if ":" in name or name.startswith("ltm_"):  # on a hub, or converted already
         return None
     try:
         with torch.device("meta"):
             return timm.create_model(name, **arguments)
-    except Exception:  # noqa: BLE001 - making it in earnest says what is wrong
+    except Exception:  # noqa: BLE001 - creating the real one says what is wrong
         return None
 
 
 def _check_patches(model: nn.Module, image_size: int | None) -> None:
-    """Refuse a size of which patches would be cut off; what a network was made for is fine."""
+    """Refuse a size that patches do not divide; the network's own size is fine."""
     embedding: Any = getattr(model, "patch_embed", None)
     sides = getattr(embedding, "patch_size", None)
     if image_size is None or not isinstance(sides, tuple):
@@ -670,7 +670,7 @@ def _check_patches(model: nn.Module, image_size: int | None) -> None:
 
 
 def _check_forward(model: nn.Module, image_size: int | None) -> None:
-    """Refuse a size at which the network fails, for one whose shapes can be told in advance."""
+    """Refuse a size at which the network fails, tried without computing anything."""
     from ltm.adapters.base import select_adapter
     from ltm.core.cost import meta_copy, meta_images, run_on_meta
 

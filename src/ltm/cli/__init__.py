@@ -69,7 +69,7 @@ def _run(args: list[str]) -> int:
         prepared = hasattr(module, "prepare")
         command = module.prepare(options) if prepared else getattr(module, name)
         tyro.cli(command, prog=f"ltm {name}", description=_description(command), args=options)
-    except BrokenPipeError:  # who read the output has gone, as `head` does
+    except BrokenPipeError:  # the reader has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except BAD_INPUT as error:
         print(f"ltm {name}: {error}", file=sys.stderr)

@@ -37,10 +37,8 @@ Flat = Annotated[T, tyro.conf.arg(name="")]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """The settings a training starts from, and its folder."""
+    """The file a training starts from, and its folder."""
 
-    recipe: str | None = None
-    """Named settings to start from."""
     config: Path | None = None
     """YAML file of settings, such as the config.yaml of an earlier run."""
     output: Path
@@ -51,7 +49,7 @@ class RunFolder:
     """Start over in a folder that holds a run."""
 
     def keywords(self) -> dict[str, Any]:
-        """What a training verb takes; recipe and config were read ahead of the other options."""
+        """What a training verb takes; the file was read ahead of the other options."""
         return {"output": self.output, "resume": self.resume, "overwrite": self.overwrite}
 
 

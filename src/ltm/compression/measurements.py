@@ -64,7 +64,7 @@ class Measurements:
         loop = Progress("information bottleneck", silent=self.say is silent)
         classes = num_classes_of(self.models[BASE])
         sites = measure_bottleneck(self.models, self.load(dataset), classes, progress=loop)
-        # Tables of the images so far would be right, but not those of the curves beside them.
+        # Numbers of fewer images would not match the curves beside them.
         if loop.interrupted:
             raise KeyboardInterrupt
         self.sites = sites
@@ -102,9 +102,9 @@ class Measurements:
                 gmacs=gmacs,
                 share=gmacs / base_gmacs,
                 accuracy=None if outputs is None else summarise(outputs),
-                against_base=None
-                if outputs is None or base is None or name == BASE
-                else paired_interval(outputs.correct, base.correct),
+                against_base=paired_interval(outputs.correct, base.correct)
+                if outputs and base and name != BASE
+                else None,
                 timings=tuple(timing for timing in self.timings if timing.method == name),
                 tokens=_tokens(model, sample()) if self.outputs else {},
                 bottleneck=tuple(site for site in self.sites if site.model == name),
@@ -114,7 +114,7 @@ class Measurements:
         return tuple(rows)
 
     def lead(self, method: str) -> dict[str, PairedDifference]:
-        """Accuracy of one method less that of each other, but for the base."""
+        """Accuracy of one method minus that of each peer."""
         if method not in self.outputs:
             return {}
         own = self.outputs[method].correct

@@ -84,10 +84,10 @@ def generated_pictures(number: int = NUM_PICTURES) -> list[NamedPicture]:
     ]
 
 
-def data_pictures(dataset: Any, number: int = NUM_PICTURES) -> list[NamedPicture]:
+def data_pictures(dataset: Any) -> list[NamedPicture]:
     """Take a few evenly spread images of a data set, named by their classes."""
-    few = dataset.take(number).with_transform(None)
-    items = [few[index] for index in range(len(few))]
+    few = dataset.take(NUM_PICTURES).with_transform(None)
+    items = (few[index] for index in range(len(few)))
     return [(few.class_names[label], image) for image, label in items]
 
 
@@ -149,15 +149,12 @@ def enlarge(pixels: Pixels, least: int = 224) -> Pixels:
     return np.repeat(np.repeat(pixels, factor, axis=0), factor, axis=1)
 
 
-def _captioned(
-    pictures: Sequence[Pixels], captions: Sequence[str], margin: int = 22
-) -> Image.Image:
+def _captioned(pictures: Sequence[Pixels], captions: Sequence[str]) -> Image.Image:
     """Put pictures of one size side by side, a line of text above each."""
     height, width = pictures[0].shape[:2]
-    gap = 8
-    sheet = Image.new(
-        "RGB", (len(pictures) * (width + gap) - gap, height + margin), (255, 255, 255)
-    )
+    gap, margin = 8, 22
+    size = (len(pictures) * (width + gap) - gap, height + margin)
+    sheet = Image.new("RGB", size, (255, 255, 255))
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(size=13)
     for index, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
@@ -212,7 +209,7 @@ def choose_target(pixels: Pixels, groups: NDArray[np.int64]) -> Grid:
 
 
 def weights_figure(
-    scenes: Scenes, traces: Traces, block: int, targets: Sequence[Grid] | None = None
+    scenes: Scenes, traces: Traces, block: int, targets: Sequence[Grid] = ()
 ) -> Figure:
     """The paper's figure for one block.
 
@@ -221,17 +218,14 @@ def weights_figure(
     """
     maps = maps_at(traces, block, len(scenes))
     reference = list(maps.values())[-1]
-    chosen = targets or default_targets(scenes, reference)
-    figure, axes = _sheet(len(scenes), 1 + len(maps))
+    chosen = targets or _default_targets(scenes, reference)
+    figure, axes = _sheet(scenes, ["target", *maps])
     for column, (pixels, target) in enumerate(zip(scenes.pixels, chosen, strict=True)):
-        _show(axes[0][column], enlarge(pixels))
         _mark(axes[0][column], target, reference.grid, enlarge(pixels).shape)
         for row, site in enumerate(maps.values(), 1):
             weights = site.of_target(column, rescale(target, reference.grid, site.grid))
-            _show(axes[row][column], enlarge(paint_weights(pixels, weights)))
-            axes[row][column].set_title(_weights_line(weights), fontsize=7)
-        axes[-1][column].set_xlabel(scenes.names[column], fontsize=8)
-    _label_rows(axes, ["target", *maps])
+            painted = enlarge(paint_weights(pixels, weights))
+            _show(axes[row][column], painted, _weights_line(weights))
     bar = figure.colorbar(
         ScalarMappable(Normalize(0, 1), _weight_colours()), ax=axes, fraction=0.02, pad=0.01
     )
@@ -243,16 +237,38 @@ def weights_figure(
 def groups_figure(scenes: Scenes, traces: Traces, block: int) -> Figure:
     """Which patches are one token after a block: images above, one row per method."""
     maps = maps_at(traces, block, len(scenes))
-    figure, axes = _sheet(len(scenes), 1 + len(maps))
+    figure, axes = _sheet(scenes, ["image", *maps])
     for column, pixels in enumerate(scenes.pixels):
-        _show(axes[0][column], enlarge(pixels))
         for row, site in enumerate(maps.values(), 1):
-            _show(axes[row][column], paint_groups(enlarge(pixels), site.group_grid(column)))
             line = f"{site.num_tokens(column)} of {site.grid[0] * site.grid[1]} tokens"
-            axes[row][column].set_title(line, fontsize=7)
-        axes[-1][column].set_xlabel(scenes.names[column], fontsize=8)
-    _label_rows(axes, ["image", *maps])
+            painted = paint_groups(enlarge(pixels), site.group_grid(column))
+            _show(axes[row][column], painted, line)
     return figure
+
+
+def target_tokens(
+    scenes: Scenes, traces: Traces, block: int, targets: Sequence[Grid] = ()
+) -> list[dict[str, Any]]:
+    """The numbers in the pictures: tokens left, and the weights of the target's token."""
+    maps = maps_at(traces, block, len(scenes))
+    reference = list(maps.values())[-1]
+    rows: list[dict[str, Any]] = []
+    for index, target in enumerate(targets or _default_targets(scenes, reference)):
+        for name, site in maps.items():
+            weights = site.of_target(index, rescale(target, reference.grid, site.grid))
+            rows.append(
+                {
+                    "image": scenes.names[index].replace("\n", " "),
+                    "block": block,
+                    "method": name,
+                    "num_patches": site.grid[0] * site.grid[1],
+                    "num_tokens": site.num_tokens(index),
+                    "target": list(target),
+                    "target_patches": int((weights > 0).sum()),
+                    "target_weights": sorted(weights[weights > 0].tolist(), reverse=True),
+                }
+            )
+    return rows
 
 
 def maps_at(traces: Traces, block: int, num_images: int) -> dict[str, SiteMap]:
@@ -263,7 +279,7 @@ def maps_at(traces: Traces, block: int, num_images: int) -> dict[str, SiteMap]:
     return {name: at_block(maps, block, grids[0], num_images) for name, maps in traces.items()}
 
 
-def default_targets(scenes: Scenes, site: SiteMap) -> list[Grid]:
+def _default_targets(scenes: Scenes, site: SiteMap) -> list[Grid]:
     """A telling target for every image, among the groups of one method."""
     return [
         choose_target(pixels, site.group_grid(index)) for index, pixels in enumerate(scenes.pixels)
@@ -282,29 +298,32 @@ def _weights_line(weights: NDArray[np.float32]) -> str:
     return "alone" if count == 1 else f"{count} patches, up to {weights.max():.2f}"
 
 
-def _sheet(columns: int, rows: int) -> tuple[Figure, NDArray]:
+def _sheet(scenes: Scenes, labels: Sequence[str]) -> tuple[Figure, NDArray]:
+    """A column per image, with the image itself in the first row; a row per label."""
+    columns, rows = len(scenes), len(labels)
     size = (_CELL * columns + 0.35, (_CELL + 0.2) * rows + 0.25)
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for column, (name, pixels) in enumerate(zip(scenes.names, scenes.pixels, strict=True)):
+        _show(axes[0][column], enlarge(pixels))
+        axes[-1][column].set_xlabel(name, fontsize=8)
+    for row, label in zip(axes, labels, strict=True):
+        row[0].set_ylabel(label, fontsize=9)
+    return figure, axes
 
 
-def _show(axes: Axes, pixels: Pixels) -> None:
+def _show(axes: Axes, pixels: Pixels, title: str = "") -> None:
     axes.imshow(pixels, interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    if title:
+        axes.set_title(title, fontsize=7)
 
 
 def _mark(axes: Axes, target: Grid, grid: Grid, shape: tuple[int, ...]) -> None:
     height, width = shape[0] / grid[0], shape[1] / grid[1]
     corner = (target[1] * width - 0.5, target[0] * height - 0.5)
     axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=_RED, linewidth=2))
-
-
-def _label_rows(axes: NDArray, labels: Sequence[str]) -> None:
-    for row, label in zip(axes, labels, strict=True):
-        row[0].set_ylabel(label, fontsize=9)
 
 
 _FRAME_MILLISECONDS = 900
@@ -317,12 +336,12 @@ def layer_frames(scenes: Scenes, traces: Traces, index: int) -> list[Image.Image
     frames = [_captioned([pixels] * len(names), [f"{name}: image" for name in names])]
     for block in merging_blocks(traces):
         maps = maps_at(traces, block, len(scenes))
-        pictures: list[Pixels] = []
-        captions: list[str] = []
-        for name, site in maps.items():
-            pictures.append(paint_groups(pixels, site.group_grid(index)))
-            captions.append(f"{name}, block {block}: {site.num_tokens(index)} tokens")
-        frames.append(_captioned(pictures, captions))
+        frames.append(
+            _captioned(
+                [paint_groups(pixels, site.group_grid(index)) for site in maps.values()],
+                [f"{n}, block {block}: {m.num_tokens(index)} tokens" for n, m in maps.items()],
+            )
+        )
     return frames
 
 

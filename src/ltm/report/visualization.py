@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,20 @@ from ltm.core.schedule import Grid
 from ltm.data.config import DataConfig
 from ltm.evaluation.images import expected_images
 from ltm.files import write_bytes, write_metrics
-from ltm.models import ModelSource, changed, method_config, open_model, source_of
+from ltm.models import Network, changed, method_config, name_of, open_model
 from ltm.processes import local_device
 from ltm.report.curves import display_name
 from ltm.report.pictures import (
     NamedPicture,
-    Scenes,
-    default_targets,
     figure_bytes,
     film_bytes,
     generated_pictures,
     groups_figure,
     layer_frames,
-    maps_at,
     merging_blocks,
     prepare,
     read_pictures,
-    rescale,
+    target_tokens,
     weights_figure,
 )
 from ltm.report.settings import VisualizeSettings
@@ -76,7 +73,7 @@ class VisualizeResult:
 
 
 def visualize(
-    model: nn.Module | str | Path | ModelSource,
+    model: Network,
     images: Sequence[str | Path | Image] = (),
     settings: VisualizeSettings = VisualizeSettings(),
     **changes: Any,
@@ -93,18 +90,14 @@ def visualize(
     settings = changed(settings, changes)
     device = local_device(settings.device)
     named = _pictures(images, settings.limit)
-    source = source_of(model)
-    network = open_model(model, merges=True)
-    models = {
-        name: found.to(device)
-        for name, found in _converted(network, settings, untouched=source is None).items()
-    }
+    models = _converted(open_model(model, device, merges=True), settings)
     last = list(models.values())[-1]
     spec = expected_images(last, DataConfig())
     targets = _targets(settings.targets, len(named))
     pictures: dict[str, bytes] = {}
     tokens: list[dict[str, Any]] = []
-    for first, sheet in _sheets(named):
+    for first in range(0, len(named), _PER_SHEET):
+        sheet = named[first : first + _PER_SHEET]
         names, drawn = zip(*sheet, strict=True)
         scenes = prepare(drawn, names, spec)
         traces = trace_models(models, scenes.inputs)
@@ -112,18 +105,18 @@ def visualize(
         ending = f"-{first // _PER_SHEET + 1}" if len(named) > _PER_SHEET else ""
         for block in _blocks(settings.sites, traces, last_attended_block(last)):
             figures = {
-                "weights": weights_figure(scenes, traces, block, marks or None),
+                "weights": weights_figure(scenes, traces, block, marks),
                 "groups": groups_figure(scenes, traces, block),
             }
             for kind, figure in figures.items():
                 name = f"{kind}-block-{block:02d}{ending}.png"
                 pictures[name] = figure_bytes(figure, dpi=140)
-            tokens += _tokens(scenes, traces, block, marks)
+            tokens += target_tokens(scenes, traces, block, marks)
         for index in range(len(scenes) if settings.gif else 0):
             film = film_bytes(layer_frames(scenes, traces, index))
             pictures[f"film-{first + index + 1:02d}.gif"] = film
     return VisualizeResult(
-        model=type(network).__name__ if source is None else source.model or str(source.run),
+        model=name_of(model),
         methods=tuple(models),
         pictures=pictures,
         tokens=tuple(tokens),
@@ -142,13 +135,8 @@ def _pictures(images: Sequence[str | Path | Image], limit: int) -> list[NamedPic
     return named[:limit]
 
 
-def _converted(
-    model: nn.Module, settings: VisualizeSettings, *, untouched: bool
-) -> dict[str, nn.Module]:
-    """The networks to draw, by the name to show; the other method first, as in the paper's figure.
-
-    `untouched` leaves the caller's own network as it is.
-    """
+def _converted(model: nn.Module, settings: VisualizeSettings) -> dict[str, nn.Module]:
+    """The networks to draw by the name to show; the other method first, as in the paper."""
     method, ratio = settings.method, settings.ratio
     other = copy.deepcopy(model)
     if is_merging(model):
@@ -159,19 +147,12 @@ def _converted(
         unmerge_tokens_(other)
     else:
         method = method or "ltm"
-        model = copy.deepcopy(model) if untouched else model
         merge_tokens_(model, method_config(method, ratio))
     found: dict[str, nn.Module] = {}
     if settings.against not in ("none", method):
         merge_tokens_(other, method_config(settings.against, ratio), image_size_of(model))
         found[display_name(settings.against)] = other
     return {**found, display_name(method): model}
-
-
-def _sheets(named: Sequence[NamedPicture]) -> Iterator[tuple[int, Sequence[NamedPicture]]]:
-    """The pictures of each sheet, with the place of its first."""
-    for first in range(0, len(named), _PER_SHEET):
-        yield first, named[first : first + _PER_SHEET]
 
 
 def _targets(texts: Sequence[str], num_images: int) -> list[Grid]:
@@ -206,28 +187,3 @@ def _blocks(sites: str, traces: Traces, attended: int | None) -> list[int]:
         listed = ", ".join(map(str, known))
         raise ValueError(f"sites is {sites}: give last, all, or blocks that merge: {listed}")
     return [int(text) for text in asked]
-
-
-def _tokens(
-    scenes: Scenes, traces: Traces, block: int, marks: Sequence[Grid]
-) -> list[dict[str, Any]]:
-    """The numbers in the pictures: tokens left, and the weights of the target's token."""
-    maps = maps_at(traces, block, len(scenes))
-    reference = list(maps.values())[-1]
-    rows = []
-    for index, target in enumerate(marks or default_targets(scenes, reference)):
-        for name, site in maps.items():
-            weights = site.of_target(index, rescale(target, reference.grid, site.grid))
-            rows.append(
-                {
-                    "image": scenes.names[index].replace("\n", " "),
-                    "block": block,
-                    "method": name,
-                    "num_patches": site.grid[0] * site.grid[1],
-                    "num_tokens": site.num_tokens(index),
-                    "target": list(target),
-                    "target_patches": int((weights > 0).sum()),
-                    "target_weights": sorted(weights[weights > 0].tolist(), reverse=True),
-                }
-            )
-    return rows

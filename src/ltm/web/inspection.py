@@ -11,13 +11,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltm.adapters import select_adapter
 from ltm.adapters.base import Layout
 from ltm.api import conversion_of
 from ltm.core.cost import meta_copy, meta_images
 from ltm.core.schedule import Grid
-from ltm.evaluation.timing import Estimate, interleaved, speedup, spread, verdict
-from ltm.report.pictures import Pixels, Scenes, prepare
+from ltm.evaluation.timing import interleaved, speedup, spread, verdict
+from ltm.report.pictures import Pixels, prepare
 from ltm.report.tracing import SiteMap, at_block, trace
 from ltm.web.networks import Network
 
@@ -49,11 +48,7 @@ class Timing:
 
     before: float
     after: float
-    speedup: Estimate
-
-    @property
-    def verdict(self) -> str:
-        return verdict(self.speedup)
+    verdict: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,10 +72,10 @@ def inspect(
     network: Network, merging: nn.Module, picture: Image.Image, *, rounds: int = 7
 ) -> Inspection:
     """Run a picture through the original and the merging network; `rounds=0` times nothing."""
-    scenes: Scenes = prepare([picture], ["picture"], network.spec)
+    scenes = prepare([picture], ["picture"], network.spec)
     images = scenes.inputs
     before, after = (_macs(model, network.spec.size) for model in (network.model, merging))
-    tokens = _tokens(layout_of(network), trace(merging, images), merging)
+    tokens = _tokens(network.layout, trace(merging, images), merging)
     return Inspection(
         pixels=scenes.pixels[0],
         before=_guesses(network.model(images), network.class_names),
@@ -100,7 +95,6 @@ def _guesses(logits: Tensor, names: tuple[str, ...]) -> tuple[Guess, ...]:
 
 
 _COUNTED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
-_LAYOUTS: WeakKeyDictionary[Network, Layout] = WeakKeyDictionary()
 
 
 def _macs(model: nn.Module, size: tuple[int, int]) -> dict[str, int]:
@@ -116,14 +110,6 @@ def _macs(model: nn.Module, size: tuple[int, int]) -> dict[str, int]:
                 found[path.removeprefix(f"{root}.")] = sum(operations.values()) // 2
         _COUNTED[model] = found
     return _COUNTED[model]
-
-
-def layout_of(network: Network) -> Layout:
-    """The blocks of a network and the tokens that flow through them, found once."""
-    if network not in _LAYOUTS:
-        shadow = meta_copy(network.model)
-        _LAYOUTS[network] = select_adapter(shadow).layout(shadow, network.spec.size)
-    return _LAYOUTS[network]
 
 
 def _tokens(layout: Layout, sites: Sequence[SiteMap], merging: nn.Module) -> tuple[SiteMap, ...]:
@@ -161,7 +147,7 @@ def _layers(
     before: dict[str, int],
     after: dict[str, int],
 ) -> tuple[Layer, ...]:
-    layout = layout_of(network)
+    layout = network.layout
     grids = [_halved(_entry(layout), block.stage) for block in layout.blocks]
     return tuple(
         Layer(
@@ -181,5 +167,5 @@ def _time(original: nn.Module, merging: nn.Module, images: Tensor, rounds: int) 
     return Timing(
         before=1e3 * spread(times["before"]).median,
         after=1e3 * spread(times["after"]).median,
-        speedup=speedup(times["before"], times["after"]),
+        verdict=verdict(speedup(times["before"], times["after"])),
     )

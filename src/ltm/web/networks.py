@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ltm.api import (
-    fit_,
-    image_size_of,
-    is_merging,
-    merge_tokens_,
-    unmerge_tokens_,
-)
+from ltm.adapters import select_adapter
+from ltm.adapters.base import Layout
+from ltm.api import fit_, image_size_of, is_merging, merge_tokens_, unmerge_tokens_
+from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
 from ltm.data.shapes import ShapesClassification
 from ltm.data.transforms import ImageSpec, evaluation_transform, image_spec
 from ltm.deployment.information import describe, saved_class_names
-from ltm.methods import MethodConfig, methods
-from ltm.models import ModelSource, num_classes_of
+from ltm.methods import methods
+from ltm.models import ModelSource, name_of, num_classes_of
 
 SAVED = "as saved"
 _FITTED = 32
@@ -64,6 +61,12 @@ class Network:
         ]
         return (*((SAVED,) if self.saved is not None else ()), *known)
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Its blocks, and the tokens that flow through them."""
+        shadow = meta_copy(self.model)
+        return select_adapter(shadow).layout(shadow, self.spec.size)
+
 
 def own_network(
     model: nn.Module,
@@ -76,7 +79,7 @@ def own_network(
     names = None if source.run is None else saved_class_names(source.run)
     known = describe(model, class_names=None if class_names is not None else names)
     known = known.adjusted(num_classes_of(model), class_names, crop_ratio)
-    return as_network(source.model or str(source.run), model, known.spec, known.class_names)
+    return as_network(name_of(source), model, known.spec, known.class_names)
 
 
 def as_network(
@@ -88,13 +91,16 @@ def as_network(
 ) -> Network:
     """A network of one's own, converted or not."""
     names = class_names or tuple(f"class {index}" for index in range(num_classes_of(model)))
-    saved = model.eval() if is_merging(model) else None
-    original = model.eval()
+    saved, original = (model.eval(), _sharing_copy(model)) if is_merging(model) else (None, model)
     if saved is not None:
-        original = _sharing_copy(saved)
         unmerge_tokens_(original)
     return Network(
-        name=name, model=original, spec=spec, class_names=names, sample=sample, saved=saved
+        name=name,
+        model=original.eval(),
+        spec=spec,
+        class_names=names,
+        sample=sample,
+        saved=saved,
     )
 
 
@@ -104,14 +110,13 @@ def _sharing_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-@dataclass(eq=False)
 class Networks:
     """The networks of a page by name, and their merging copies; threads may share it."""
 
-    by_name: Mapping[str, Network]
-    kept: int = KEPT
-    _made: OrderedDict[tuple[str, str, float], nn.Module] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, by_name: Mapping[str, Network], kept: int = KEPT) -> None:
+        self.by_name = by_name
+        self._lock = threading.Lock()
+        self._made = lru_cache(kept)(self._make)
 
     def merging(self, name: str, method: str, ratio: float) -> nn.Module:
         """A merging copy; a ratio that cannot be met is a ValueError."""
@@ -120,14 +125,19 @@ class Networks:
             raise ValueError(f"method: got {method}; known are {', '.join(network.methods)}.")
         if method == SAVED and network.saved is not None:
             return network.saved
-        key = name, method, round(ratio, 3)
         with self._lock:
-            if key not in self._made:
-                self._made[key] = _merging_copy(network, _titled(method)(ratio=key[2]))
-            self._made.move_to_end(key)
-            while len(self._made) > self.kept:
-                self._made.popitem(last=False)
-            return self._made[key]
+            return self._made(name, method, round(ratio, 3))
+
+    @torch.no_grad()
+    def _make(self, name: str, method: str, ratio: float) -> nn.Module:
+        network = self[name]
+        config = next(kind for kind in methods().values() if kind.title == method)(ratio=ratio)
+        model = _sharing_copy(network.model)
+        merge_tokens_(model, config, image_size_of(model, network.spec.size))
+        if network.sample is not None:
+            number = _FITTED if config.needs_images() else len(network.sample)
+            fit_(model, network.sample[:number], tolerance=0.03)
+        return model
 
     def __getitem__(self, name: str) -> Network:
         if name not in self.by_name:
@@ -136,22 +146,7 @@ class Networks:
 
     @property
     def num_kept(self) -> int:
-        return len(self._made)
-
-
-@torch.no_grad()
-def _merging_copy(network: Network, config: MethodConfig) -> nn.Module:
-    model = _sharing_copy(network.model)
-    merge_tokens_(model, config, image_size_of(model, network.spec.size))
-    if network.sample is None:
-        return model
-    number = _FITTED if config.needs_images() else len(network.sample)
-    fit_(model, network.sample[:number], tolerance=0.03)
-    return model
-
-
-def _titled(title: str) -> type[MethodConfig]:
-    return next(config for config in methods().values() if config.title == title)
+        return self._made.cache_info().currsize
 
 
 # --- Networks that come with the package ---------------------------------------------------------
@@ -218,22 +213,13 @@ def embedded_network(name: str) -> Network:
     model = timm.create_model(found.model, num_classes=CLASSES, **found.arguments)
     weights = load_file(weights_path(name))
     model.load_state_dict({key: value.float() for key, value in weights.items()}, strict=True)
-    images = ShapesClassification("train", _SAMPLE, SIDE, CLASSES)
-    spec = _shapes_spec(model)
+    spec = image_spec(DataConfig(source="shapes"), model)
+    transform = evaluation_transform(spec, normalize=True)
+    images = ShapesClassification("train", _SAMPLE, SIDE, CLASSES, transform=transform)
     return Network(
         name=embedded_title(name),
         model=model.eval().requires_grad_(False),
         spec=spec,
         class_names=tuple(images.class_names),
-        sample=_inputs(images, spec),
+        sample=torch.stack([images[index][0] for index in range(len(images))]),
     )
-
-
-def _shapes_spec(model: nn.Module) -> ImageSpec:
-    """Images of generated shapes as a network expects them."""
-    return image_spec(DataConfig(source="shapes"), model)
-
-
-def _inputs(images: ShapesClassification, spec: ImageSpec) -> Tensor:
-    dataset = images.with_transform(evaluation_transform(spec, normalize=True))
-    return torch.stack([dataset[index][0] for index in range(len(dataset))])

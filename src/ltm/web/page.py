@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
 from PIL import Image
 
 from ltm.data.shapes import Picture
-from ltm.web.inspection import Inspection, inspect, layout_of
+from ltm.web.inspection import Inspection, inspect
 from ltm.web.networks import Networks
 from ltm.web.rendering import draw_groups, draw_token, layer_table, share_of, summary
 from ltm.web.uploads import RefusedUploadError, read_picture
@@ -61,7 +62,7 @@ class Handlers:
 
     def last_block(self, name: str) -> int:
         """The number of a network's last block."""
-        return len(layout_of(self.networks[name]).blocks) - 1
+        return len(self.networks[name].layout.blocks) - 1
 
     def look(  # noqa: PLR0917 - gradio passes what the page holds, in order
         self, path: str, name: str, method: str, ratio: float, block: int, point: Point | None
@@ -99,33 +100,6 @@ class Handlers:
             raise gr.Error(str(error), print_exception=False) from error
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Controls:
-    """What visitors choose by."""
-
-    picture: gr.Image
-    upload: gr.UploadButton
-    message: gr.Markdown
-    examples: gr.Gallery
-    model: gr.Dropdown
-    method: gr.Dropdown
-    ratio: gr.Slider
-    block: gr.Slider
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Views:
-    """What visitors see."""
-
-    figures: gr.HTML
-    groups: gr.Image
-    heatmap: gr.Image
-    caption: gr.Markdown
-    before: gr.Label
-    after: gr.Label
-    table: gr.HTML
-
-
 def build_page(handlers: Handlers) -> gr.Blocks:
     """Lay out the page; nothing in it is fetched from elsewhere."""
     with gr.Blocks(title=_TITLE, analytics_enabled=False, delete_cache=(600, 600)) as page:
@@ -140,11 +114,12 @@ def build_page(handlers: Handlers) -> gr.Blocks:
     return page
 
 
-def _controls(handlers: Handlers) -> _Controls:
+def _controls(handlers: Handlers) -> SimpleNamespace:
+    """What visitors choose by."""
     names = list(handlers.networks.by_name)
     methods, last = list(handlers.networks[names[0]].methods), handlers.last_block(names[0])
     plain: dict[str, Any] = {"interactive": False, "buttons": [], "show_label": False}
-    return _Controls(
+    return SimpleNamespace(
         picture=gr.Image(
             handlers.pictures[0].image,
             label="Picture",
@@ -180,24 +155,18 @@ def _controls(handlers: Handlers) -> _Controls:
     )  # fmt: skip
 
 
-def _views() -> _Views:
-    figures = gr.HTML(elem_id="summary", padding=True)
+def _views() -> SimpleNamespace:
+    """What visitors see, from top to bottom."""
+    views = SimpleNamespace(figures=gr.HTML(elem_id="summary", padding=True))
     with gr.Row():
-        groups = _shown("Merged groups (click a patch)", "groups")
-        heatmap = _shown("Weights of that patch's token", "heatmap")
-    caption = gr.Markdown(elem_id="caption")
+        views.groups = _shown("Merged groups (click a patch)", "groups")
+        views.heatmap = _shown("Weights of that patch's token", "heatmap")
+    views.caption = gr.Markdown(elem_id="caption")
     with gr.Row():
-        before = gr.Label(label="Before merging", num_top_classes=5, elem_id="before")
-        after = gr.Label(label="After merging", num_top_classes=5, elem_id="after")
-    return _Views(
-        figures=figures,
-        groups=groups,
-        heatmap=heatmap,
-        caption=caption,
-        before=before,
-        after=after,
-        table=gr.HTML(elem_id="layers", padding=True),
-    )
+        views.before = gr.Label(label="Before merging", num_top_classes=5, elem_id="before")
+        views.after = gr.Label(label="After merging", num_top_classes=5, elem_id="after")
+    views.table = gr.HTML(elem_id="layers", padding=True)
+    return views
 
 
 def _shown(title: str, name: str) -> gr.Image:
@@ -214,9 +183,9 @@ def _shown(title: str, name: str) -> gr.Image:
         )
 
 
-def _connect(page: gr.Blocks, handlers: Handlers, controls: _Controls, views: _Views) -> None:
+def _connect(page: gr.Blocks, handlers: Handlers, c: SimpleNamespace, v: SimpleNamespace) -> None:
+    """Let the controls `c` fill the views `v`."""
     point = gr.State(None)
-    c, v = controls, views
     chosen = [c.picture, c.model, c.method, c.ratio, c.block]
     everything = [v.before, v.after, v.groups, v.heatmap, v.caption, v.figures, v.table]
     # One at a time: a picture's time must not depend on other visitors.

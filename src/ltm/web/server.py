@@ -24,7 +24,6 @@ from ltm.web.networks import Network, Networks, embedded_network, own_network
 from ltm.web.settings import ServeSettings
 from ltm.web.uploads import MAX_BYTES
 
-_LOCAL = "127.0.0.1"
 _THREADS = 4
 """Pictures are looked at one after the other; further threads would only wait."""
 _M_ARENA_MAX = -8
@@ -89,7 +88,7 @@ def _check_free(host: str, port: int) -> None:
 
 @contextmanager
 def serving(
-    networks: Networks, *, host: str = _LOCAL, port: int | None = None, examples: int = 6
+    networks: Networks, *, host: str = "127.0.0.1", port: int | None = None
 ) -> Iterator[Server]:
     """Serve the page inside the `with`."""
     _share_memory()
@@ -103,7 +102,7 @@ def serving(
         from ltm.web.page import Handlers, build_page  # noqa: PLC0415
         from ltm.web.rendering import CSS  # noqa: PLC0415
 
-        handlers = Handlers(networks, example_pictures(examples))
+        handlers = Handlers(networks, example_pictures(6))
         page = build_page(handlers)
         _, address, _ = page.launch(
             server_name=host,
