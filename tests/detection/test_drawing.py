@@ -2,7 +2,7 @@
 
 import torch
 
-from ltm.detection.drawing import SMALLEST_SIDE, draw_detections
+from ltm.detection.inference import SMALLEST_SIDE, draw_detections
 
 PREDICTION = {
     "boxes": torch.tensor([[2.0, 2.0, 12.0, 9.0], [0.0, 0.0, 5.0, 5.0], [9.0, 9.0, 3.0, 3.0]]),

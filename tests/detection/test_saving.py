@@ -11,7 +11,8 @@ import torch
 import ltm
 from ltm.api import conversion_of, image_size_of, merging_network
 from ltm.detection.mask_rcnn import MaskRCNNConfig
-from ltm.detection.saving import DetectorConfig, load_detector, save_detector
+from ltm.detection.pyramid import DetectorConfig
+from ltm.detection.saving import load_detector, save_detector
 from ltm.detection.ssdlite import SSDLiteConfig
 from ltm.methods import LTM, Learned, Matched
 

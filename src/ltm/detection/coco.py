@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -23,6 +22,9 @@ from ltm.data.folders import FileImages, Files, list_images, open_files
 from ltm.data.images import ImageFiles, UnreadableImages, next_readable
 from ltm.data.shapes import JointTransform, ShapesDetection, shapes_arguments
 from ltm.data.targets import Mask, decode_mask, make_target
+
+_MAX_UNREADABLE = 10
+"""How many unreadable images are skipped, with a warning, before an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,13 @@ class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
         masks: bool = True,
         crowd: bool = True,
         transforms: JointTransform | None = None,
-        max_unreadable: int = 10,
     ) -> None:
         self.category_ids = tuple(annotations.categories)
         self.class_names = tuple(annotations.categories.values())
         self.masks = masks
         self.crowd = crowd
         self.transforms = transforms
-        self.unreadable = UnreadableImages(len(files), max_unreadable, files.name)
+        self.unreadable = UnreadableImages(len(files), _MAX_UNREADABLE, files.name)
         self._files = files
         self._images = annotations.images
         self._by_image = annotations.by_image
@@ -134,12 +135,6 @@ class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
     def image_ids(self) -> tuple[int, ...]:
         """Return the images' ids in the annotation file."""
         return tuple(image.id for image in self._images)
-
-    def with_transforms(self, transforms: JointTransform | None) -> "CocoDetection":
-        """Return the same images under other transforms."""
-        changed = copy(self)
-        changed.transforms = transforms
-        return changed
 
     def __len__(self) -> int:
         return len(self._images)
@@ -204,7 +199,6 @@ def open_detection(
     transforms: JointTransform | None = None,
     masks: bool = True,
     crowd: bool = True,
-    max_unreadable: int = 10,
 ) -> CocoDetection | ShapesDetection:
     """Open detection data.
 
@@ -218,7 +212,6 @@ def open_detection(
         transforms: Applied to image and target together, such as `detection_transforms`.
         masks: Whether targets have masks.
         crowd: Whether targets include crowd regions: detectors are not trained on them.
-        max_unreadable: How many unreadable images are skipped, with a warning, before an error.
     """
     if str(source).partition(":")[0] == "shapes":
         counts = {"images": 500, "val_images": 100}
@@ -236,7 +229,6 @@ def open_detection(
         masks=masks,
         crowd=crowd,
         transforms=transforms,
-        max_unreadable=max_unreadable,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from ltm.api.saving import saved_folder
 from ltm.data.loading import build_loader
 from ltm.detection.coco import collate_detection, open_detection
 from ltm.detection.cost import DetectorCost, detector_cost
-from ltm.detection.drawing import draw_detections
-from ltm.detection.saving import LoadedDetector, load_detector, task_of
+from ltm.detection.saving import LoadedDetector, load_detector
 from ltm.detection.score import (
     DetectionScores,
     Result,
@@ -41,6 +41,9 @@ from ltm.report.pictures import read_pictures
 
 _GENERATED = 8
 """How many generated images are drawn on."""
+SMALLEST_SIDE = 360
+"""Pixels; smaller images are enlarged by a whole number."""
+_COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#800000")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -140,7 +143,7 @@ def evaluate_detector(
     results = detect(loaded.model, batches, loaded.category_ids, progress=progress)
     if progress.interrupted:
         raise KeyboardInterrupt
-    masks = task_of(loaded.config) == "mask_rcnn"
+    masks = loaded.config.task == "mask_rcnn"
     chosen = range(min(settings.pictures, len(dataset)))
     named = [(f"{dataset.image_ids[i]}", dataset[i][0]) for i in chosen]
     return DetectorEvaluation(
@@ -177,7 +180,7 @@ def predict_objects(
 
 def _load(run: str | Path, task: Task | None, device: torch.device) -> LoadedDetector:
     loaded = load_detector(saved_folder(Path(run)))
-    found = task_of(loaded.config)
+    found = loaded.config.task
     if task not in (None, found):
         raise ValueError(f"run {run} is for ltm {COMMANDS[found]}, not ltm {COMMANDS[task]}")
     loaded.model.to(device)
@@ -212,6 +215,52 @@ def _find(
         pictures.append((name, drawn))
     kept = sum(result["score"] >= threshold for result in results)
     return Predictions(results=results, pictures=tuple(pictures), num_objects=kept)
+
+
+def draw_detections(
+    image: Tensor,
+    prediction: Mapping[str, Tensor],
+    class_names: Sequence[str],
+    *,
+    threshold: float = 0.3,
+) -> Tensor:
+    """The image (3 h w, 8 bit) with boxes, names, scores and masks of what was found.
+
+    Predictions without scores (the truth) are drawn as they are. Small images are enlarged, so
+    that the names can be read.
+    """
+    pixels = image.detach().cpu().as_subclass(Tensor)
+    if pixels.is_floating_point():
+        pixels = (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
+    scale = max(1, round(SMALLEST_SIDE / min(pixels.shape[-2:])))
+    pixels = _enlarged(pixels, scale)
+    labels = prediction["labels"].cpu()
+    scores = prediction.get("scores")
+    kept = torch.ones(len(labels), dtype=torch.bool)
+    if scores is not None:
+        scores = scores.cpu()
+        kept = scores >= threshold
+    boxes = prediction["boxes"].detach().cpu().as_subclass(Tensor)
+    kept = kept & (boxes[:, 2:] >= boxes[:, :2]).all(dim=1)
+    if not kept.any():
+        return pixels
+    chosen = labels[kept].tolist()
+    colours = [_COLOURS[label % len(_COLOURS)] for label in chosen]
+    texts = [str(class_names[label - 1]) for label in chosen]
+    if scores is not None:
+        shown = scores[kept].tolist()
+        texts = [f"{text} {score:.2f}" for text, score in zip(texts, shown, strict=True)]
+    if "masks" in prediction:
+        masks = prediction["masks"].detach().cpu().as_subclass(Tensor)[kept]
+        masks = masks.reshape(len(masks), *masks.shape[-2:])
+        inside = masks >= 0.5 if masks.is_floating_point() else masks.bool()
+        pixels = draw_segmentation_masks(pixels, _enlarged(inside, scale), 0.4, colours)
+    width = max(1, round(min(pixels.shape[-2:]) / 200))
+    return draw_bounding_boxes(pixels, scale * boxes[kept], texts, colours, width=width)
+
+
+def _enlarged(pixels: Tensor, scale: int) -> Tensor:
+    return pixels.repeat_interleave(scale, dim=-2).repeat_interleave(scale, dim=-1)
 
 
 def _write_pictures(pictures: Sequence[tuple[str, Tensor]], folder: Path) -> None:

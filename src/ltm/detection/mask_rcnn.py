@@ -22,9 +22,8 @@ from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import initLevelMapper
 
-from ltm.detection.pyramid import Pyramid, Size, build_pyramid
-from ltm.detection.transforms import clean_target, float_image
-from ltm.methods.base import MethodConfig
+from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, in_full_precision
+from ltm.detection.transforms import clean_batch
 
 _FINEST = 8
 """Where a network begins at a coarser stride than this, finer maps are made from its first."""
@@ -32,40 +31,24 @@ _POOLED = {"box": 7, "mask": 14}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskRCNNConfig:
+class MaskRCNNConfig(DetectorConfig):
     """A Mask R-CNN detector: what it is made of."""
 
+    task = "mask_rcnn"
+
     backbone: str = "efficientvit_b1"
-    """The timm name of a network, or the folder of a converted one that `ltm.save` wrote."""
-    num_classes: int = 80
-    """Classes, the background not counted."""
-    merging: MethodConfig | None = None
-    """How the network merges tokens; None leaves it as it is."""
     image_size: Size = (800, 1333)
     """The shorter side of resized images, and what the longer one may not exceed."""
     width: int = 256
     """Channels of the feature pyramid network and of the heads."""
     regions_per_image: int = 512
     """Regions of an image on which the heads are trained."""
-    pretrained: bool = False
-    """Begin with timm's weights."""
-    weights: str | None = None
-    """Begin with the weights of a file, in timm's keys."""
 
-    def build(self) -> MaskRCNN:
-        """Make the detector."""
-        planned = (padded(self.image_size[0]), padded(self.image_size[1]))
-        pyramid = build_pyramid(
-            self.backbone,
-            image_size=planned,
-            merging=self.merging,
-            pretrained=self.pretrained,
-            weights=self.weights,
-        )
-        return self.on(pyramid)
+    @property
+    def padded_size(self) -> Size:
+        return padded(self.image_size[0]), padded(self.image_size[1])
 
     def on(self, pyramid: Pyramid) -> MaskRCNN:
-        """Make the detector on a network that is there already."""
         return MaskRCNN(
             pyramid,
             self.num_classes,
@@ -123,13 +106,13 @@ class MaskRCNN(TorchvisionMaskRCNN):
             image_mean=mean,
             image_std=std,
             rpn_anchor_generator=StridedAnchors(strides, anchor_scale),
-            rpn_head=_FullPrecisionRPNHead(width, 3),
+            rpn_head=in_full_precision(RPNHead(width, 3)),
             box_roi_pool=strided_pool(backbone.strides, _POOLED["box"]),
             box_head=TwoMLPHead(width * _POOLED["box"] ** 2, 4 * width),
-            box_predictor=_FullPrecisionPredictor(4 * width, num_classes + 1),
+            box_predictor=in_full_precision(FastRCNNPredictor(4 * width, num_classes + 1)),
             mask_roi_pool=strided_pool(backbone.strides, _POOLED["mask"]),
             mask_head=MaskRCNNHeads(width, [width] * 4, 1),
-            mask_predictor=_FullPrecisionMaskPredictor(width, width, num_classes + 1),
+            mask_predictor=in_full_precision(MaskRCNNPredictor(width, width, num_classes + 1)),
             **options,
         )
         self.image_size = image_size
@@ -139,10 +122,7 @@ class MaskRCNN(TorchvisionMaskRCNN):
 
         Images may be of any size, 8 bit or from 0 to 1; targets are cleaned (`clean_target`).
         """
-        images = [float_image(image) for image in images]
-        if targets is not None:
-            pairs = zip(images, targets, strict=True)
-            targets = [clean_target(t, (i.shape[-2], i.shape[-1])) for i, t in pairs]
+        images, targets = clean_batch(images, targets)
         return super().forward(images, targets)
 
 
@@ -221,26 +201,3 @@ def strided_pool(strides: Sequence[int], size: int) -> MultiScaleRoIAlign:
     first, last = (stride.bit_length() - 1 for stride in (strides[0], strides[-1]))
     pool.map_levels = initLevelMapper(first, last)
     return pool
-
-
-class _FullPrecisionRPNHead(RPNHead):
-    """torchvision's head of the region proposals, its outputs in full precision."""
-
-    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        logits, boxes = super().forward(x)
-        return [value.float() for value in logits], [value.float() for value in boxes]
-
-
-class _FullPrecisionPredictor(FastRCNNPredictor):
-    """torchvision's class scores and boxes, in full precision."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores, boxes = super().forward(x)
-        return scores.float(), boxes.float()
-
-
-class _FullPrecisionMaskPredictor(MaskRCNNPredictor):
-    """torchvision's mask logits, in full precision."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x).float()

@@ -1,14 +1,19 @@
-"""Any network as a pyramid: feature maps of known channels and strides, for images of any size."""
+"""Any network as a pyramid: feature maps of known channels and strides, for images of any size.
+
+And what all detectors on pyramids share: their config, and heads in full precision.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import timm
 import torch.nn.functional as F
@@ -16,10 +21,12 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerNorm2d
 from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ltm.adapters import select_adapter, shrunk_maps
 from ltm.api import image_size_of, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
+from ltm.detection.settings import Task
 from ltm.methods import MethodConfig
 from ltm.models import closest, read_weights
 
@@ -111,6 +118,63 @@ class Pyramid(nn.Module):
                 f"{self.canvas[0]} x {self.canvas[1]} and takes none that are larger."
             )
         return self.canvas
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectorConfig(ABC):
+    """What detectors of all kinds are made of."""
+
+    task: ClassVar[Task]
+
+    backbone: str
+    """The timm name of a network, or the folder of a converted one that `ltm.save` wrote."""
+    num_classes: int = 80
+    """Classes, the background not counted."""
+    merging: MethodConfig | None = None
+    """How the network merges tokens; None leaves it as it is."""
+    image_size: Size
+    pretrained: bool = False
+    """Begin with timm's weights."""
+    weights: str | None = None
+    """Begin with the weights of a file, in timm's keys."""
+
+    @property
+    def padded_size(self) -> Size:
+        """The size of images as the network gets them."""
+        return self.image_size
+
+    def maps(self) -> dict[str, Any]:
+        """What the `Pyramid` is asked for."""
+        return {}
+
+    @abstractmethod
+    def on(self, pyramid: Pyramid) -> Any:
+        """Make the detector on a network that is there already."""
+
+    def build(self) -> Any:
+        """Make the detector."""
+        pyramid = build_pyramid(
+            self.backbone,
+            image_size=self.padded_size,
+            merging=self.merging,
+            pretrained=self.pretrained,
+            weights=self.weights,
+            **self.maps(),
+        )
+        return self.on(pyramid)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def in_full_precision(head: M) -> M:
+    """Give a head's outputs in float32, also under autocast."""
+    head.register_forward_hook(_to_float)
+    return head
+
+
+def _to_float(_: nn.Module, __: Any, outputs: Any) -> Any:
+    return tree_map(Tensor.float, outputs)
 
 
 def build_pyramid(

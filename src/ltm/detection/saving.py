@@ -22,22 +22,15 @@ from ltm.api import (
 )
 from ltm.api.saving import CONFIG, WEIGHTS, freeze_as_, write_weights
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
-from ltm.detection.pyramid import Pyramid
+from ltm.detection.pyramid import DetectorConfig, Pyramid
 from ltm.detection.settings import Task
-from ltm.detection.ssdlite import STRIDES, SSDLite, SSDLiteConfig
+from ltm.detection.ssdlite import SSDLite, SSDLiteConfig
 from ltm.methods import config_from_dict
 
-DetectorConfig = SSDLiteConfig | MaskRCNNConfig
 Detector = SSDLite | MaskRCNN
-_TASKS: dict[Task, type[DetectorConfig]] = {
-    "ssdlite": SSDLiteConfig,
-    "mask_rcnn": MaskRCNNConfig,
+DETECTORS: dict[Task, type[DetectorConfig]] = {
+    kind.task: kind for kind in (SSDLiteConfig, MaskRCNNConfig)
 }
-
-
-def task_of(config: DetectorConfig) -> Task:
-    """What a detector is for."""
-    return next(name for name, kind in _TASKS.items() if type(config) is kind)
 
 
 class LoadedDetector(NamedTuple):
@@ -62,7 +55,7 @@ def save_detector(
     folder.mkdir(parents=True, exist_ok=True)
     pyramid = next(module for module in model.modules() if isinstance(module, Pyramid))
     description = {
-        "task": task_of(config),
+        "task": config.task,
         "detector": _plain(config),
         "token_merging": _merging(model),
         "host": pyramid.host,
@@ -82,7 +75,7 @@ def load_detector(folder: str | Path) -> LoadedDetector:
     known = _read(folder)
     settings = dict(known["detector"])
     settings["image_size"] = tuple(settings["image_size"])
-    config = _TASKS[known["task"]](**settings)
+    config = DETECTORS[known["task"]](**settings)
     merging = known["token_merging"]
     if merging is not None:
         config = dataclasses.replace(
@@ -140,9 +133,7 @@ def _on_host(
     if merging is not None and config.merging is not None:
         merge_tokens_(network, config.merging, tuple(merging["image_size"]))
         _merge_as_saved_(network, merging)
-    if isinstance(config, MaskRCNNConfig):
-        return config.on(Pyramid(network, host=host))
-    return config.on(Pyramid(network, STRIDES, restore=config.restore, host=host))
+    return config.on(Pyramid(network, host=host, **config.maps()))
 
 
 def _merge_as_saved_(network: nn.Module | None, merging: dict[str, Any] | None) -> None:
@@ -164,6 +155,6 @@ def _read(folder: Path) -> dict[str, Any]:
         known = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder / CONFIG}: it is no JSON ({error}).") from error
-    if not isinstance(known, dict) or known.get("task") not in _TASKS:
+    if not isinstance(known, dict) or known.get("task") not in DETECTORS:
         raise ValueError(f"{folder / CONFIG}: it describes no detector.")
     return known

@@ -56,13 +56,14 @@ def coco_scores(
         results: The detections, as `coco_results` gives them.
         kind: Whether boxes or masks are compared.
     """
-    api, evaluator = _evaluator()
+    coco = require_evaluator()
     _check_results(annotations, results, kind)
     # By masks, COCO takes a detection's area from its mask, unless a box is there as well.
     left_out = {"bbox"} if kind == "segm" else {"segmentation"}
     entries = [{k: v for k, v in item.items() if k not in left_out} for item in results]
-    truth = api(json.loads(json.dumps(annotations)))
-    run = evaluator(truth, truth.loadRes(entries), iouType=kind, print_function=_say_nothing)
+    truth = coco.COCO(json.loads(json.dumps(annotations)))
+    found = truth.loadRes(entries)
+    run = coco.COCOeval_faster(truth, found, iouType=kind, print_function=lambda *_: None)
     run.evaluate()
     run.accumulate()
     run.summarize()
@@ -135,14 +136,9 @@ def write_results(path: str | Path, results: Sequence[Result]) -> Path:
     return path
 
 
-def require_evaluator() -> None:
-    """Fail early where scores could not be computed at the end."""
-    _evaluator()
-
-
-def _evaluator() -> tuple[Any, Any]:
-    evaluator = require("faster_coco_eval", extra="detection")
-    return evaluator.COCO, evaluator.COCOeval_faster
+def require_evaluator() -> Any:
+    """COCO's evaluator; call it early where scores are computed at the end."""
+    return require("faster_coco_eval", extra="detection")
 
 
 def _check_results(annotations: Mapping[str, Any], results: Sequence[Result], kind: str) -> None:
@@ -167,6 +163,3 @@ def _gather(results: dict[int, list[Result]]) -> dict[int, list[Result]]:
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, results)
     return {image_id: found for share in shares for image_id, found in share.items()}
-
-
-def _say_nothing(*_: object) -> None: ...

@@ -1,4 +1,4 @@
-"""Settings of a detector's training: the groups of `config`, as far as detectors have them.
+"""Settings of detectors: their training, in the groups of `ltm.training`, and their use.
 
 Importing this module imports neither torch nor timm.
 """
@@ -6,18 +6,17 @@ Importing this module imports neither torch nor timm.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from ltm.models import did_you_mean
+from ltm.models import changed, did_you_mean
 from ltm.training.settings import (
     Flat,
     MergingSettings,
     OptimSettings,
     RunSettings,
     check_training,
-    from_mapping,
     require_at_least,
     require_method,
 )
@@ -47,11 +46,6 @@ class DetectorSettings:
     """Mask R-CNN: channels of the feature pyramid network and of the heads."""
     regions_per_image: int = 512
     """Mask R-CNN: regions of an image on which the heads are trained."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DetectionMerge(MergingSettings):
-    """How the backbone merges tokens; one of `ratio` and `per_block` says how much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +81,7 @@ class DetectionSettings:
     """All settings of a detector's training."""
 
     detector: Annotated[DetectorSettings, Flat] = field(default_factory=DetectorSettings)
-    merge: Annotated[DetectionMerge, Flat] = field(default_factory=DetectionMerge)
+    merge: Annotated[MergingSettings, Flat] = field(default_factory=MergingSettings)
     data: Annotated[DetectionData, Flat] = field(default_factory=DetectionData)
     optim: Annotated[OptimSettings, Flat] = field(default_factory=OptimSettings)
     run: Annotated[RunSettings, Flat] = field(default_factory=RunSettings)
@@ -115,7 +109,21 @@ class DetectionSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateDetectorSettings:
+class PredictDetectorSettings:
+    """What is drawn of a detector's findings, and where it runs."""
+
+    threshold: float = 0.3
+    """Least score of what is drawn."""
+    device: str = "auto"
+    """Where the detector runs: auto, cpu, cuda, cuda:N or mps."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold:g}: scores are from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateDetectorSettings(PredictDetectorSettings):
     """Which images a detector is evaluated on, and how."""
 
     split: str = "val"
@@ -126,35 +134,13 @@ class EvaluateDetectorSettings:
     """Images per batch."""
     workers: int = 2
     """Loader processes; 0 loads in the process itself."""
-    device: str = "auto"
-    """Where the detector runs: auto, cpu, cuda, cuda:N or mps."""
     pictures: int = 4
     """How many images to draw what was found on."""
-    threshold: float = 0.3
-    """Least score of what is drawn."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("batch_size", self.batch_size, 1)
         require_at_least("workers", self.workers, 0)
-        _check_threshold(self.threshold)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictDetectorSettings:
-    """What is drawn of a detector's findings, and where it runs."""
-
-    threshold: float = 0.3
-    """Least score of what is drawn."""
-    device: str = "auto"
-    """Where the detector runs: auto, cpu, cuda, cuda:N or mps."""
-
-    def __post_init__(self) -> None:
-        _check_threshold(self.threshold)
-
-
-def _check_threshold(threshold: float) -> None:
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"threshold is {threshold:g}: scores are from 0 to 1")
 
 
 def find_detection_recipe(name: str, task: Task | None = None) -> DetectionSettings:
@@ -165,59 +151,45 @@ def find_detection_recipe(name: str, task: Task | None = None) -> DetectionSetti
     return known[name]
 
 
-def _recipe(task: Task, backbone: str, size: tuple[int, int], **groups: Any) -> DetectionSettings:
-    detector = DetectorSettings(task=task, backbone=backbone, image_size=size)
-    return DetectionSettings(detector=detector, **groups)
-
-
-_SSDLITE = _recipe(
-    "ssdlite",
-    "mobilevit_s",
-    (320, 320),
-    data=DetectionData(batch_size=32),
-    optim=OptimSettings(epochs=200, lr=9e-4, min_lr=1.6e-6, weight_decay=0.01),
-    eval_every=5,
+_SSDLITE = DetectionSettings(
+    optim=OptimSettings(epochs=200, lr=9e-4, min_lr=1.6e-6, weight_decay=0.01), eval_every=5
 )
-_MASK_RCNN = _recipe(
-    "mask_rcnn",
-    "efficientvit_b1",
-    (800, 1333),
+_MASK_RCNN = DetectionSettings(
+    detector=DetectorSettings(task="mask_rcnn", backbone="efficientvit_b1", image_size=(800, 1333)),
     data=DetectionData(batch_size=4, crops=False, photometric=False),
     optim=OptimSettings(epochs=12, lr=1e-3, min_lr=0.0, lr_warmup_epochs=0.1),
 )
-
-
-def _with(settings: DetectionSettings, **changes: Any) -> DetectionSettings:
-    return from_mapping(changes, settings)
-
-
 _SMALL_DATA = {"source": "shapes:size=96,images=256,val_images=64,classes=3", "workers": 0}
 _SMALL_OPTIM = {"epochs": 30, "lr": 2e-3, "lr_warmup_epochs": 1.0, "clip": 5.0}
 
 RECIPES: dict[str, DetectionSettings] = {
     "ssdlite": _SSDLITE,
-    "ssdlite_mobilevit_xs": _with(_SSDLITE, detector={"backbone": "mobilevit_xs"}),
-    "ssdlite_efficientvit_b1": _with(_SSDLITE, detector={"backbone": "efficientvit_b1"}),
+    "ssdlite_mobilevit_xs": changed(_SSDLITE, {"detector": {"backbone": "mobilevit_xs"}}),
+    "ssdlite_efficientvit_b1": changed(_SSDLITE, {"detector": {"backbone": "efficientvit_b1"}}),
     "mask_rcnn": _MASK_RCNN,
-    "shapes_ssdlite": _with(
+    "shapes_ssdlite": changed(
         _SSDLITE,
-        detector={"backbone": "mobilevit_xxs", "image_size": [96, 96]},
-        data={**_SMALL_DATA, "batch_size": 16, "photometric": False, "crops": False},
-        optim=_SMALL_OPTIM,
-        merge={"noise": 0.0},
-    ),
-    "shapes_mask_rcnn": _with(
-        _MASK_RCNN,
-        detector={
-            "backbone": "efficientvit_b0",
-            "image_size": [96, 96],
-            "width": 64,
-            "regions_per_image": 32,
+        {
+            "detector": {"backbone": "mobilevit_xxs", "image_size": (96, 96)},
+            "data": {**_SMALL_DATA, "batch_size": 16, "photometric": False, "crops": False},
+            "optim": _SMALL_OPTIM,
+            "merge": {"noise": 0.0},
         },
-        data={**_SMALL_DATA, "batch_size": 8},
-        optim={**_SMALL_OPTIM, "lr": 1e-3, "epochs": 10},
-        merge={"noise": 0.0},
-        eval_every=5,
+    ),
+    "shapes_mask_rcnn": changed(
+        _MASK_RCNN,
+        {
+            "detector": {
+                "backbone": "efficientvit_b0",
+                "image_size": (96, 96),
+                "width": 64,
+                "regions_per_image": 32,
+            },
+            "data": {**_SMALL_DATA, "batch_size": 8},
+            "optim": {**_SMALL_OPTIM, "lr": 1e-3, "epochs": 10},
+            "merge": {"noise": 0.0},
+            "eval_every": 5,
+        },
     ),
 }
 """The paper's recipes, and small ones for a CPU."""

@@ -14,50 +14,31 @@ from torchvision.models.detection.ssd import SSD
 from torchvision.models.detection.ssdlite import SSDLiteHead
 from torchvision.ops import Conv2dNormActivation
 
-from ltm.detection.pyramid import Pyramid, Size, build_pyramid
-from ltm.detection.transforms import clean_target, float_image
-from ltm.methods.base import MethodConfig
+from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, in_full_precision
+from ltm.detection.transforms import clean_batch
 
-STRIDES = (16, 32)
+_STRIDES = (16, 32)
 _EXTRA_CHANNELS = (512, 256, 256, 128)
 # torchvision takes a momentum of 0.03, which short runs are too short for.
 _norm = partial(nn.BatchNorm2d, eps=1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSDLiteConfig:
+class SSDLiteConfig(DetectorConfig):
     """An SSDLite detector: what it is made of."""
 
+    task = "ssdlite"
+
     backbone: str = "mobilevit_s"
-    """The timm name of a network, or the folder of a converted one that `ltm.save` wrote."""
-    num_classes: int = 80
-    """Classes, the background not counted."""
-    merging: MethodConfig | None = None
-    """How the network merges tokens; None leaves it as it is."""
     image_size: Size = (320, 320)
     """Height and width to which images are resized."""
     restore: bool = True
     """Resample maps that merging has shrunk to their nominal size."""
-    pretrained: bool = False
-    """Begin with timm's weights."""
-    weights: str | None = None
-    """Begin with the weights of a file, in timm's keys."""
 
-    def build(self) -> SSDLite:
-        """Make the detector."""
-        pyramid = build_pyramid(
-            self.backbone,
-            STRIDES,
-            image_size=self.image_size,
-            merging=self.merging,
-            pretrained=self.pretrained,
-            weights=self.weights,
-            restore=self.restore,
-        )
-        return self.on(pyramid)
+    def maps(self) -> dict[str, Any]:
+        return {"strides": _STRIDES, "restore": self.restore}
 
     def on(self, pyramid: Pyramid) -> SSDLite:
-        """Make the detector on a network that is there already."""
         return SSDLite(pyramid, self.num_classes, self.image_size)
 
 
@@ -84,7 +65,7 @@ class SSDLite(SSD):
         mean, std = pyramid.normalisation
         boxes = DefaultBoxGenerator([[2, 3] for _ in range(6)], min_ratio=0.2, max_ratio=0.95)
         backbone = _ExtendedPyramid(pyramid)
-        head = _FullPrecisionHead(
+        head = SSDLiteHead(
             backbone.out_channels, boxes.num_anchors_per_location(), num_classes + 1, _norm
         )
         super().__init__(
@@ -94,7 +75,7 @@ class SSDLite(SSD):
             num_classes + 1,
             image_mean=mean,
             image_std=std,
-            head=head,
+            head=in_full_precision(head),
             **{**_TORCHVISION_SSDLITE, **options},
         )
         self.image_size = image_size
@@ -106,10 +87,7 @@ class SSDLite(SSD):
         """
         if self.training and len(images) < 2:
             raise ValueError("images: got one; SSDLite normalises batches, and needs two to train.")
-        images = [float_image(image) for image in images]
-        if targets is not None:
-            pairs = zip(images, targets, strict=True)
-            targets = [clean_target(t, (i.shape[-2], i.shape[-1])) for i, t in pairs]
+        images, targets = clean_batch(images, targets)
         return super().forward(images, targets)
 
 
@@ -153,10 +131,3 @@ def _extra_block(in_channels: int, out_channels: int) -> nn.Sequential:
         if isinstance(module, nn.Conv2d):
             nn.init.normal_(module.weight, std=0.03)
     return block
-
-
-class _FullPrecisionHead(SSDLiteHead):
-    """torchvision's head, its outputs in full precision."""
-
-    def forward(self, x: list[Tensor]) -> dict[str, Tensor]:
-        return {name: value.float() for name, value in super().forward(x).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -15,8 +15,8 @@ from ltm.data.loading import Loader, build_loader
 from ltm.data.shapes import ShapesDetection
 from ltm.detection.coco import CocoDetection, DetectionBatch, collate_detection, open_detection
 from ltm.detection.cost import detector_cost
-from ltm.detection.mask_rcnn import MaskRCNNConfig
-from ltm.detection.saving import DetectorConfig, save_detector
+from ltm.detection.pyramid import DetectorConfig
+from ltm.detection.saving import DETECTORS, save_detector
 from ltm.detection.score import (
     DetectionScores,
     Result,
@@ -26,7 +26,6 @@ from ltm.detection.score import (
     write_results,
 )
 from ltm.detection.settings import DetectionSettings, find_detection_recipe
-from ltm.detection.ssdlite import SSDLiteConfig
 from ltm.detection.transforms import detection_transforms
 from ltm.models import Say, silent
 from ltm.training.fabric import Fabric
@@ -155,9 +154,6 @@ class Detection(Task[DetectionSettings]):
     def build(self, say: Say) -> nn.Module:
         return self.config.build()
 
-    def rebuild(self) -> nn.Module:
-        raise NotImplementedError("detectors are not sharded")
-
     def describe(self, model: nn.Module) -> Iterator[str]:
         yield f"{type(model).__name__}: {detector_cost(model)}"
         network = merging_network(model)
@@ -197,7 +193,7 @@ class Detection(Task[DetectionSettings]):
             **common,
             train_loss=sum(losses.values()),
             losses=" ".join(f"{name} {value:.3f}" for name, value in losses.items()),
-            **_columns(None if found is None else found.scores),
+            **({} if found is None else _columns(found.scores)),
         )
 
     def finish_(self, model: nn.Module, kept: EpochRow, rows: Sequence[EpochRow]) -> Outcome:
@@ -241,20 +237,13 @@ class Detection(Task[DetectionSettings]):
 def detector_config(settings: DetectionSettings, num_classes: int) -> DetectorConfig:
     """The detector that settings describe; a network from a folder merges as it does."""
     chosen = settings.detector
-    saved = Path(chosen.backbone).is_dir()
-    values: dict[str, Any] = {
-        "backbone": chosen.backbone,
-        "num_classes": num_classes,
-        "merging": None if saved else method_config(settings.merge),
-        "image_size": chosen.image_size,
-        "pretrained": chosen.pretrained,
-        "weights": chosen.weights,
-    }
-    if chosen.task == "mask_rcnn":
-        return MaskRCNNConfig(
-            **values, width=chosen.width, regions_per_image=chosen.regions_per_image
-        )
-    return SSDLiteConfig(**values, restore=chosen.restore)
+    kind, saved = DETECTORS[chosen.task], Path(chosen.backbone).is_dir()
+    names = [field.name for field in fields(kind) if hasattr(chosen, field.name)]
+    return kind(
+        **{name: getattr(chosen, name) for name in names},
+        num_classes=num_classes,
+        merging=None if saved else method_config(settings.merge),
+    )
 
 
 def open_splits(settings: DetectionSettings) -> DetectionSplits:
@@ -285,12 +274,11 @@ def open_splits(settings: DetectionSettings) -> DetectionSplits:
     return DetectionSplits(train=train, val=val)
 
 
-def _columns(scores: DetectionScores | None) -> dict[str, Any]:
+def _columns(scores: DetectionScores) -> dict[str, Any]:
     """An evaluation as columns of a row."""
-    found = {} if scores is None else {"box": scores.box, "mask": scores.mask}
     return {
         f"{kind}_{name}": getattr(score, name)
-        for kind, score in found.items()
+        for kind, score in (("box", scores.box), ("mask", scores.mask))
         if score is not None
         for name in ("ap", "ap50", "ap75")
     }

@@ -22,9 +22,10 @@ def detection_transforms(
     crops: bool = True,
     photometric: bool = True,
     hflip: float = 0.5,
-    min_box_size: float = 1.0,
 ) -> JointTransform:
     """Prepare images (floats from 0 to 1) and targets for torchvision's detectors.
+
+    Boxes that end up smaller than a pixel are dropped.
 
     Args:
         training: Whether to vary images; evaluation only resizes.
@@ -32,7 +33,6 @@ def detection_transforms(
         crops: SSD's zooming out and crops around objects; Mask R-CNN trains without.
         photometric: Random brightness, contrast, saturation and hue.
         hflip: Probability of a horizontal flip.
-        min_box_size: Boxes smaller than this many pixels after all that are dropped.
     """
     steps: list[nn.Module] = []
     if training:
@@ -45,7 +45,7 @@ def detection_transforms(
         steps.append(v2.Resize(sides, antialias=True))
     steps += [
         v2.ClampBoundingBoxes(),
-        v2.SanitizeBoundingBoxes(min_size=min_box_size, labels_getter=_per_object),
+        v2.SanitizeBoundingBoxes(min_size=1.0, labels_getter=_per_object),
         v2.ToDtype(torch.float32, scale=True),
         v2.ToPureTensor(),
         _MeasureArea(),
@@ -73,6 +73,17 @@ class _MeasureArea(nn.Module):
 
 _SMALLEST_SIDE = 0.1
 """Pixels; a thinner box can vanish when the image is resized."""
+
+
+def clean_batch(
+    images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[Tensor], list[dict[str, Tensor]] | None]:
+    """Images from 0 to 1, and their targets, if there are any, cleaned."""
+    images = [float_image(image) for image in images]
+    if targets is None:
+        return images, None
+    pairs = zip(images, targets, strict=True)
+    return images, [clean_target(t, (i.shape[-2], i.shape[-1])) for i, t in pairs]
 
 
 def clean_target(target: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Tensor]:

@@ -133,9 +133,9 @@ class Task(ABC, Generic[S]):
     def build(self, say: Say) -> nn.Module:
         """Make the network, saying what is worth knowing about it; the seed has been set."""
 
-    @abstractmethod
     def rebuild(self) -> nn.Module:
-        """Make the network again, for weights that are about to be loaded."""
+        """Make the network again, for the weights of a sharded one."""
+        raise NotImplementedError
 
     @abstractmethod
     def describe(self, model: nn.Module) -> Iterator[str]:
