@@ -34,7 +34,7 @@ from ltm.data.loading import Batch, evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.training.classification import Classification, evaluate
 from ltm.training.fabric import make_fabric
-from ltm.training.network import build_model
+from ltm.training.network import build
 from ltm.training.run import train
 from ltm.training.settings import TrainingData, TrainSettings, from_mapping
 from ltm.training.trainer import Trainer
@@ -250,7 +250,7 @@ def untrained(
     )
     splits, fabric = splits_of(settings.data), make_fabric(settings.run)
     fabric.launch()
-    model = fabric.to_device(build_model(settings, splits.train.num_classes)).eval()
+    model = fabric.to_device(build(settings, splits.train.num_classes).model).eval()
     spec = image_spec(settings.data, model)
     # Images of all classes: a few for thresholds, more for statistics.
     number = 512 if merge["method"] == "ltmp" else settings.merge.statistics_images

@@ -19,7 +19,7 @@ from ltm.data.datasets import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning
-from ltm.training.network import build_model, load_weights_, save_plain
+from ltm.training.network import build, load_weights_, save_plain
 from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.recipes import FINETUNE, SCRATCH
 from ltm.training.run import train
@@ -149,7 +149,7 @@ def test_a_loss_of_nan_stops_and_names_the_site(
 
 
 def test_weights_that_are_not_finite_are_named(tiny: Tiny) -> None:
-    model = build_model(tiny(), 3)
+    model = build(tiny(), 3).model
     images = torch.randn(2, 3, 32, 32)
     assert "gradients are finite" in find_non_finite(model, images)
     assert "images themselves" in find_non_finite(model, images * torch.inf)
@@ -189,20 +189,20 @@ def test_a_new_label_set_gets_a_new_head(tiny: Tiny, tmp_path: Path) -> None:
             "data": {"source": "shapes:classes=4,size=32,images=20,val_images=8", "batch_size": 10},
         }
     )
-    model = build_model(again, 4)
+    model = build(again, 4).model
     assert {merger.site.num_classes for _, merger in mergers(model)} == {4}
     assert not any(merger.active for _, merger in mergers(model))
     assert conversion_of(model).config.name == "ltm"
 
 
 def test_a_saved_network_keeps_its_schedule_unless_told(tiny: Tiny, tmp_path: Path) -> None:
-    model = build_model(tiny(), 3)
+    model = build(tiny(), 3).model
     counts = ltm.token_counts(model)
     ltm.save(model, tmp_path)
 
     def again(**merge: Any) -> nn.Module:
         merge = {"method_options": [], **merge}
-        return build_model(tiny(model={"weights": str(tmp_path)}, merge=merge), 3)
+        return build(tiny(model={"weights": str(tmp_path)}, merge=merge), 3).model
 
     assert all(recipe.merge.ratio is None for recipe in (*FINETUNE.values(), *SCRATCH.values()))
     assert ltm.token_counts(again()) == counts

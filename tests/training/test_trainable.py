@@ -11,9 +11,9 @@ import ltm
 from ltm.api import mergers
 from ltm.training.optimisation import (
     AveragedWeights,
-    LearningRate,
     effective_lr,
     make_optimizer,
+    make_schedule,
 )
 from ltm.training.settings import OptimSettings, TuneSettings
 from ltm.training.trainable import (
@@ -96,9 +96,9 @@ def test_groups_have_their_own_rates_and_masks_do_not_decay() -> None:
         assert rate[parameter] == pytest.approx(kinds.get(name.rpartition(".")[2], 2e-3))
         plain = parameter.ndim > 1 and name not in ("pos_embed", "cls_token")
         assert decay[parameter] == (0.3 if plain else 0.0)
-    schedule = LearningRate(optimizer, settings, updates_per_epoch=10, lr=2e-3)
+    schedule = make_schedule(optimizer, settings, updates_per_epoch=10, lr=2e-3)
     for updates, share in ((0, 1.0), (10, 0.55), (20, 0.1)):
-        schedule.set(updates)
+        schedule.step_update(updates)
         for group in optimizer.param_groups:
             assert group["lr"] == pytest.approx(share * 2e-3 * group["lr_scale"])
 
@@ -106,10 +106,10 @@ def test_groups_have_their_own_rates_and_masks_do_not_decay() -> None:
 def test_the_rate_scales_with_the_batch() -> None:
     settings = OptimSettings(lr=1e-3, reference_batch=1024)
     optimizer = make_optimizer(vit(), settings, 256)
-    schedule = LearningRate(
+    schedule = make_schedule(
         optimizer, OptimSettings(schedule="constant"), 10, effective_lr(settings, 256)
     )
-    schedule.set(3)
+    schedule.step_update(3)
     assert {group["lr"] for group in optimizer.param_groups} == {2.5e-4}
     with pytest.raises(ValueError, match="no optimizer is named adamv: did you mean"):
         make_optimizer(vit(), OptimSettings(optimizer="adamv"), 4)
@@ -118,9 +118,9 @@ def test_the_rate_scales_with_the_batch() -> None:
 def test_a_constant_rate_warms_up_too() -> None:
     settings = OptimSettings(lr=1e-3, epochs=3, schedule="constant", lr_warmup_epochs=1.0)
     optimizer = make_optimizer(vit(), settings, 4)
-    schedule = LearningRate(optimizer, settings, updates_per_epoch=10, lr=1e-3)
+    schedule = make_schedule(optimizer, settings, updates_per_epoch=10, lr=1e-3)
     for updates, rate in ((0, 1e-6), (5, 5.005e-4), (10, 1e-3), (20, 1e-3), (29, 1e-3)):
-        schedule.set(updates)
+        schedule.step_update(updates)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
@@ -135,11 +135,11 @@ def test_noise_falls_to_zero_over_the_merging_epochs() -> None:
 
 def test_averages_follow_class_statistics_as_a_whole() -> None:
     model = vit()
-    average = AveragedWeights(model, decay=0.9)
+    average = AveragedWeights(model, decay=0.9, use_warmup=True)
     images, labels = torch.randn(9, 3, 32, 32), torch.arange(9) % 3
     ltm.collect_statistics_(model, [(images, labels)])
     average.follow_statistics(model)
     average.update(model, 5)
-    for (_, mine), (_, theirs) in zip(mergers(average.model), mergers(model), strict=True):
+    for (_, mine), (_, theirs) in zip(mergers(average.module), mergers(model), strict=True):
         assert mine.active
         assert mine.informative.costs.equal(theirs.informative.costs)  # type: ignore[union-attr]

@@ -127,9 +127,10 @@ def train_detector(
     return run_task(task, output, resume=resume, overwrite=overwrite, say=say)
 
 
-class Detection(Task[DetectionSettings]):
+class Detection(Task):
     """Images with boxes, perhaps masks; a detector's own losses; COCO's average precision."""
 
+    settings: DetectionSettings
     row_type = DetectionRow
 
     def __init__(

@@ -24,6 +24,8 @@ import torch
 from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import Tensor
 
+from ltm.files import write_bytes
+
 _MANIFEST = "manifest.json"
 _STATE = "state.pt"
 _PREFIX, _UNFINISHED = "epoch-", ".unfinished-"
@@ -187,10 +189,7 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _write(path: Path, data: bytes) -> dict[str, int]:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(path, data)
     return {"bytes": len(data), "crc32": zlib.crc32(data)}
 
 

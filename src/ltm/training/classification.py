@@ -33,7 +33,8 @@ from ltm.data.datasets import Splits, open_splits
 from ltm.data.images import ImageDataset
 from ltm.data.loading import Batch, Loader, evaluation_loader, training_loader
 from ltm.data.transforms import BatchMixup
-from ltm.methods.base import Site, token_size
+from ltm.evaluation.bottleneck import pooled_feature
+from ltm.methods.base import Site
 from ltm.models import Say
 from ltm.processes import sum_over_processes
 from ltm.training.fabric import Fabric, in_step
@@ -41,7 +42,6 @@ from ltm.training.log import EpochRow, Panel
 from ltm.training.network import (
     Built,
     build,
-    build_model,
     convert_,
     count_parameters,
     method_config,
@@ -51,7 +51,6 @@ from ltm.training.network import (
 from ltm.training.objective import (
     Objective,
     forget_sums_,
-    needs_statistics,
     refresh_statistics_,
     statistical_mergers,
     take_statistics_,
@@ -105,9 +104,10 @@ class ClassificationRow(EpochRow):
         return f"IB {self.ib_loss:.3f} bound {self.ib_bound:.3f}"
 
 
-class Classification(Task[TrainSettings]):
+class Classification(Task):
     """Labelled images, cross-entropy and what the settings add to it, and top-1 accuracy."""
 
+    settings: TrainSettings
     row_type = ClassificationRow
 
     def __init__(
@@ -145,7 +145,7 @@ class Classification(Task[TrainSettings]):
 
     def rebuild(self) -> nn.Module:
         untouched = replace(self.settings.model, pretrained=False, weights=None)
-        return build_model(replace(self.settings, model=untouched), self.num_classes)
+        return build(replace(self.settings, model=untouched), self.num_classes).model
 
     def describe(self, model: nn.Module) -> Iterator[str]:
         name, merge, epochs = self.settings.model.name, self.settings.merge, self.settings.optim
@@ -200,7 +200,7 @@ class Classification(Task[TrainSettings]):
 
     def after_epoch_(self, model: nn.Module) -> bool:
         """Q(t) and centroids(t), from the epoch's own batches or from clean images after it."""
-        if not needs_statistics(model):
+        if not statistical_mergers(model):
             return False
         if self.settings.statistics_from_epoch:
             take_statistics_(model)
@@ -215,7 +215,7 @@ class Classification(Task[TrainSettings]):
         if self.mixup is not None:
             images, targets = self.mixup(images, labels, epoch=step.epoch, step=step.number)
         watch = step.merging and self.settings.statistics_from_epoch
-        watch = watch and needs_statistics(self.objective.model)
+        watch = watch and bool(statistical_mergers(self.objective.model))
         losses = self.objective(forward, images, targets, merging=step.merging, watch=watch)
         if watch:
             observe_(losses.records, labels)
@@ -389,8 +389,9 @@ class _Features:
     def add(self, records: Iterable[Record], images: Tensor, labels: Tensor) -> None:
         merging = [record for record in records if record.decision is not None]
         if merging:
-            inputs = image_features(images).half()
-            self._parts.append((_pooled(merging[-1], len(images)), inputs, labels))
+            last = merging[-1]
+            k = 0 if last.merger is None else last.merger.site.num_prefix
+            self._parts.append((pooled_feature(last, k), image_features(images).half(), labels))
 
     def bottleneck(self) -> InformationBottleneck | None:
         if not self._parts:
@@ -399,13 +400,3 @@ class _Features:
         if not bool(merged.isfinite().all()):
             return None
         return information_bottleneck(merged, inputs, labels, self._num_classes, BETA)
-
-
-def _pooled(record: Record, num_images: int) -> Tensor:
-    """The mean token after a site, by the patches that tokens stand for."""
-    merged, merger = record.merged.float(), record.merger
-    k = 0 if merger is None else merger.site.num_prefix
-    size = token_size(merged, record.hints) if record.size is None else record.size.float()
-    size = size.expand(num_images, -1)[:, k:]
-    share = size / size.sum(dim=1, keepdim=True).clamp_min(1e-6)
-    return (share[:, None] @ merged[:, k:])[:, 0]

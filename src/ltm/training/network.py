@@ -39,16 +39,11 @@ class Built(NamedTuple):
     new_head: frozenset[str] = frozenset()
 
 
-def build_model(settings: TrainSettings, num_classes: int) -> nn.Module:
+def build(settings: TrainSettings, num_classes: int, say: Say = silent) -> Built:
     """Make the network of a run, converted where a method asks for it.
 
     The seed must be set before: initial weights are drawn here.
     """
-    return build(settings, num_classes).model
-
-
-def build(settings: TrainSettings, num_classes: int, say: Say = silent) -> Built:
-    """Make the network of a run, and tell whether its head is new."""
     check_num_classes(settings.model, settings.data.source, num_classes)
     method = method_config(settings.merge)
     folder = _merging_folder(settings.model.weights)

@@ -143,14 +143,7 @@ def _site_bound(record: Record, targets: Tensor) -> Tensor | None:
 
 def statistical_mergers(model: nn.Module) -> list[Merger]:
     """The mergers that keep class statistics."""
-    if not is_merging(model):
-        return []
     return [merger for _, merger in mergers(model) if merger.keeps_statistics]
-
-
-def needs_statistics(model: nn.Module) -> bool:
-    """Whether any site keeps class statistics."""
-    return bool(statistical_mergers(model))
 
 
 def take_statistics_(model: nn.Module) -> None:

@@ -73,58 +73,38 @@ def _learning_rate(
     return lr if settings.merger_lr is None else settings.merger_lr
 
 
-class LearningRate:
-    """The learning rate of every update, from timm's schedule; its only state is their number."""
-
-    def __init__(
-        self, optimizer: Optimizer, settings: OptimSettings, updates_per_epoch: int, lr: float
-    ) -> None:
-        # A constant rate is a cosine that falls to where it starts, after the same warm-up.
-        least = settings.min_lr if settings.schedule == "cosine" else lr
-        schedule, _ = create_scheduler_v2(
-            optimizer,
-            sched="cosine",
-            num_epochs=settings.epochs,
-            min_lr=min(least, lr),
-            warmup_lr=lr * 1e-3,
-            warmup_epochs=settings.lr_warmup_epochs,  # pyright: ignore[reportArgumentType]
-            step_on_epochs=False,
-            updates_per_epoch=updates_per_epoch,
-        )
-        assert schedule is not None, "timm knows cosines"
-        self._schedule: Scheduler = schedule
-
-    def set(self, num_updates: int) -> None:
-        """Set the learning rate of the update that comes after so many."""
-        self._schedule.step_update(num_updates)
+def make_schedule(
+    optimizer: Optimizer, settings: OptimSettings, updates_per_epoch: int, lr: float
+) -> Scheduler:
+    """The learning rate of every update (`step_update`); its only state is their number."""
+    # A constant rate is a cosine that falls to where it starts, after the same warm-up.
+    least = settings.min_lr if settings.schedule == "cosine" else lr
+    schedule, _ = create_scheduler_v2(
+        optimizer,
+        sched="cosine",
+        num_epochs=settings.epochs,
+        min_lr=min(least, lr),
+        warmup_lr=lr * 1e-3,
+        warmup_epochs=settings.lr_warmup_epochs,  # pyright: ignore[reportArgumentType]
+        step_on_epochs=False,
+        updates_per_epoch=updates_per_epoch,
+    )
+    assert schedule is not None, "timm knows cosines"
+    return schedule
 
 
-class AveragedWeights:
+class AveragedWeights(ModelEmaV3):
     """timm's moving average of weights and running statistics, class statistics excepted.
 
     Those are refreshed as a whole, once per epoch, and an average of two refreshes is no table.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self._average = ModelEmaV3(model, decay=decay, use_warmup=True)
-
-    @property
-    def model(self) -> nn.Module:
-        """The network with averaged weights."""
-        return self._average.module
-
-    def update(self, model: nn.Module, num_updates: int) -> None:
-        """Take in the weights after an update."""
-        self._average.update(model, step=num_updates)
-
     @torch.no_grad()
     def follow_statistics(self, model: nn.Module) -> None:
         """Take over the class statistics as they are."""
-        if not is_merging(model):
-            return
         current = dict(mergers(model))
-        for name, merger in mergers(self.model):
+        for name, merger in mergers(self.module):
             theirs = dict(current[name].named_buffers())
             for key, buffer in merger.named_buffers():
                 buffer.copy_(theirs[key])
-        self.model.eval()
+        self.module.eval()

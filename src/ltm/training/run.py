@@ -14,7 +14,7 @@ from torch import nn
 
 from ltm.api import merging_network
 from ltm.data.datasets import Splits
-from ltm.files import write_json, write_text
+from ltm.files import check_folder, write_json, write_text
 from ltm.models import ModelSource, Network, Say, changed, plain, silent, source_of
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.classification import Classification
@@ -164,7 +164,7 @@ def _model_settings(source: ModelSource, pretrained: bool) -> dict[str, Any]:
 
 
 def run_task(
-    task: Task[Any],
+    task: Task,
     output: str | Path | None,
     *,
     resume: Resume = "never",
@@ -258,8 +258,7 @@ def _scratch_folder(fabric: Fabric, stack: ExitStack) -> Path:
 
 def _check_output(output: Path, resume: Resume, overwrite: bool) -> None:
     """Refuse a folder that holds a run already, unless that goes on or is written over."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {output}, a file: a folder is needed")
+    check_folder(output)
     if len(Checkpoints(output / "checkpoints")) and resume == "never" and not overwrite:
         raise ValueError(
             f"{output} holds a run already; continue it with --resume auto, start over with "
@@ -274,11 +273,9 @@ def _open_output(output: Path, settings: Any, checkpoints: Checkpoints, resume: 
     if resume == "never":
         checkpoints.clear()
     elif len(checkpoints) and config.is_file():
-        changed = _differences(read_settings(config, type(settings)()), settings)
-        if changed:
-            raise ValueError(
-                f"{output} cannot be resumed with other settings: {'; '.join(changed)}"
-            )
+        differ = _differences(read_settings(config, type(settings)()), settings)
+        if differ:
+            raise ValueError(f"{output} cannot be resumed with other settings: {'; '.join(differ)}")
     write_text(config, to_yaml(settings))
 
 

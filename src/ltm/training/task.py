@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,6 @@ from ltm.models import Say
 from ltm.processes import sum_over_processes
 from ltm.training.fabric import Fabric
 from ltm.training.log import EpochRow
-from ltm.training.settings import MergingSettings, OptimSettings, RunSettings
-
-
-class _Batches(Protocol):
-    @property
-    def batch_size(self) -> int: ...
-
-
-class TaskSettings(Protocol):
-    """What the `Trainer` reads of a task's settings."""
-
-    @property
-    def merge(self) -> MergingSettings: ...
-    @property
-    def data(self) -> _Batches: ...
-    @property
-    def optim(self) -> OptimSettings: ...
-    @property
-    def run(self) -> RunSettings: ...
-
-
-S = TypeVar("S", bound=TaskSettings)
 
 
 class Step(NamedTuple):
@@ -113,16 +91,19 @@ class Outcome:
     """Write the network, and what else belongs to it, into a folder."""
 
 
-class Task(ABC, Generic[S]):
+class Task(ABC):
     """One kind of training, for one run."""
+
+    settings: Any
+    """Its own; the `Trainer` reads the groups `merge`, `optim` and `run`, and `data.batch_size`."""
 
     row_type: ClassVar[type[EpochRow]]
     """The columns of its log."""
 
-    def __init__(self, settings: S) -> None:
+    def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - most tasks have nothing to check
         """Raise an error now for what would fail only at the end of a run."""
 
     @abstractmethod

@@ -95,9 +95,8 @@ def _outside_mergers(model: nn.Module) -> list[nn.Parameter]:
 @torch.no_grad()
 def set_noise_(model: nn.Module, noise: float) -> None:
     """Set the scale of the noise on learned supports."""
-    if is_merging(model):
-        for _, merger in mergers(model):
-            merger.set_noise_(noise)
+    for _, merger in mergers(model):
+        merger.set_noise_(noise)
 
 
 def annealed_noise(initial: float, epoch: int, first: int, epochs: int) -> float:

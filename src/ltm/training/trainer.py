@@ -32,9 +32,9 @@ from ltm.training.log import EpochRow
 from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.optimisation import (
     AveragedWeights,
-    LearningRate,
     effective_lr,
     make_optimizer,
+    make_schedule,
 )
 from ltm.training.task import BatchLoss, Means, Step, Task
 from ltm.training.trainable import annealed_noise, set_noise_, train_mode_
@@ -48,7 +48,7 @@ class Trainer:
     """A network in training: what changes from epoch to epoch, and how."""
 
     def __init__(
-        self, fabric: Fabric, task: Task[Any], model: nn.Module, *, shows_progress: bool = False
+        self, fabric: Fabric, task: Task, model: nn.Module, *, shows_progress: bool = False
     ) -> None:
         self.fabric, self.task, self.model = fabric, task, model
         self.shows_progress = shows_progress and fabric.is_global_zero
@@ -60,10 +60,12 @@ class Trainer:
         optimizer = make_optimizer(model, optim, total_batch)
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
         self.updates_per_epoch = -(-len(self.batches) // optim.accumulate)
-        self.lr = LearningRate(
+        self.schedule = make_schedule(
             optimizer, optim, self.updates_per_epoch, effective_lr(optim, total_batch)
         )
-        self.average = AveragedWeights(model, optim.ema) if optim.ema else None
+        self.average = None
+        if optim.ema:
+            self.average = AveragedWeights(model, decay=optim.ema, use_warmup=True)
         self.updates = 0
         self._ahead: Lookahead[Any] = Lookahead(())
         self._remark = ""
@@ -71,7 +73,7 @@ class Trainer:
     @property
     def evaluated(self) -> nn.Module:
         """The network that counts: with averaged weights, if they are kept."""
-        return self.model if self.average is None else self.average.model
+        return self.model if self.average is None else self.average.module
 
     @property
     def is_sharded(self) -> bool:
@@ -97,7 +99,7 @@ class Trainer:
             self._follow()
         average_running_statistics_(self.model, self.fabric)
         if self.average is not None:
-            average_running_statistics_(self.average.model, self.fabric)
+            average_running_statistics_(self.average.module, self.fabric)
         statistics_seconds += clock.lap()
         found = self.evaluate(merging=merging) if self.task.is_evaluated(epoch) else None
         common = {
@@ -135,7 +137,7 @@ class Trainer:
             weights, updates = self.model.state_dict(), optimizer.state_dict()
         tensors = {"weights": weights}
         if self.average is not None:
-            tensors["ema"] = self.average.model.state_dict()
+            tensors["ema"] = self.average.module.state_dict()
         state = {
             "optimizer": updates,
             "updates": self.updates,
@@ -159,7 +161,7 @@ class Trainer:
             self.model.load_state_dict(weights)
             optimizer.load_state_dict(state["optimizer"])
         if self.average is not None:
-            self.average.model.load_state_dict(checkpoint.weights("ema"))
+            self.average.module.load_state_dict(checkpoint.weights("ema"))
         self.fabric.strategy.precision.load_state_dict(state["precision"])
         self.updates = int(state["updates"])
 
@@ -168,10 +170,9 @@ class Trainer:
         return nullcontext() if merging or network is None else merging_off(network)
 
     def _noise(self, epoch: int) -> float:
-        merge, network = self.settings.merge, merging_network(self.model)
+        merge = self.settings.merge
         noise = annealed_noise(merge.noise, epoch, merge.warm_epochs, self.settings.optim.epochs)
-        if network is not None:
-            set_noise_(network, noise)
+        set_noise_(self.model, noise)
         return noise
 
     def _follow(self) -> None:
@@ -216,7 +217,7 @@ class Trainer:
         return loss
 
     def _update(self, loss: BatchLoss, step: Step) -> None:
-        self.lr.set(self.updates)
+        self.schedule.step_update(self.updates)
         norm = self.fabric.clip_gradients(
             self.forward,
             self.optimizer,
