@@ -59,7 +59,7 @@ def watchable(model: nn.Module, image_size: tuple[int, int] | None = None) -> It
         unmerge_tokens_(model)
 
 
-def _pooled(record: Record, num_prefix: int) -> Tensor:
+def pooled_feature(record: Record, num_prefix: int) -> Tensor:
     """Return the mean of a block's merged tokens by size, prefix tokens apart: `b t c -> b c`."""
     tokens = record.merged[:, num_prefix:]
     if record.size is None:
@@ -140,7 +140,7 @@ class _Passes:
             with watching(model) as records:
                 model(images.to(next(model.parameters()).dtype))
             for record in records:
-                features[name, record.block] = _pooled(record, prefix)
+                features[name, record.block] = pooled_feature(record, prefix)
         return features
 
 
