@@ -33,7 +33,7 @@ from ltm.calibration.settings import CalibrateSettings
 from ltm.compression.measurements import Measurements
 from ltm.compression.settings import CompressSettings
 from ltm.core.cost import meta_copy
-from ltm.data.config import AugmentConfig, DataConfig
+from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
 from ltm.evaluation.environment import describe
@@ -319,34 +319,29 @@ class _Compression:
 
     def finetune(self) -> None:
         """Train the mask modules alone; the best epoch is chosen on images not evaluated."""
-        from ltm.training.run import train  # noqa: PLC0415 - it needs an extra
-        from ltm.training.settings import (  # noqa: PLC0415
-            MergeSettings,
-            OptimSettings,
-            RunSettings,
-            TrainingData,
-            TrainSettings,
-            TuneSettings,
-        )
+        from ltm.training.recipes import FINETUNE  # noqa: PLC0415 - it needs an extra
+        from ltm.training.run import train  # noqa: PLC0415
 
         settings, config = self.settings, conversion_of(self.model).config
-        training = TrainSettings(
-            merge=MergeSettings(method=config.name, ratio=config.ratio),
-            data=TrainingData(
-                source=self.data, batch_size=settings.batch_size, workers=settings.workers
-            ),
-            augment=AugmentConfig.light(),
-            optim=OptimSettings(
-                epochs=settings.finetune_epochs, lr=5e-3, weight_decay=0.0, min_lr=1e-4
-            ),
-            tune=TuneSettings(trainable="mergers"),
-            run=RunSettings(seed=settings.seed, device=str(self.device)),
-        )
         held_out = _require_training_images(self.images, self.data)
         splits = Splits(train=open_dataset(self.data, split="train"), val=held_out)
-        folder = None if self.folder is None else self.folder / "finetuning"
         try:
-            train(self.model, splits, training, output=folder, overwrite=True, say=self.say)
+            train(
+                self.model,
+                splits,
+                FINETUNE["general"],
+                output=None if self.folder is None else self.folder / "finetuning",
+                overwrite=True,
+                say=self.say,
+                method=config.name,
+                ratio=config.ratio,
+                source=self.data,
+                batch_size=settings.batch_size,
+                workers=settings.workers,
+                epochs=settings.finetune_epochs,
+                seed=settings.seed,
+                device=str(self.device),
+            )
         except SystemExit:
             raise KeyboardInterrupt from None  # It was stopped there, so it is stopped here.
 
