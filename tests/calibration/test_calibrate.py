@@ -14,7 +14,7 @@ from ltm.calibration import CalibrateSettings, Calibration, Trial, calibrate
 from ltm.calibration.latency import within_milliseconds
 from ltm.calibration.schedules import Setting, config_of
 from ltm.calibration.sequences import token_levels
-from ltm.methods.ltm.config import Choice
+from ltm.methods.ltm.matched import Choice
 from toys import pictures, size_of, toy
 
 pytestmark = pytest.mark.slow

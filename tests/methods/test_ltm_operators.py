@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from ltm.kernels.matching import (
 )
 from ltm.methods import LTM, ByFamily, Learned, Matched
 from ltm.methods.base import Hints, Site, config_from_dict
-from ltm.methods.ltm.matched import OPERATORS, MatchingMerger, Operator
+from ltm.methods.ltm.matched import MatchingMerger, Operator
 from toys import SEQUENCES, pictures, toy
 
 PRUNING: tuple[Operator, ...] = ("prune_redundant", "prune_unimportant")
@@ -50,7 +51,7 @@ def _hints(num_tokens: int = 13, num_out: int = 8) -> Hints:
     return Hints(num_out=num_out, importance=torch.rand(3, num_tokens).softmax(1))
 
 
-@pytest.mark.parametrize("operator", [o for o in OPERATORS if o != "none"])
+@pytest.mark.parametrize("operator", [o for o in get_args(Operator) if o != "none"])
 def test_operators_keep_the_count_and_the_prefix(operator: Operator) -> None:
     tokens = torch.randn(3, 13, 6)
     merge = _merger(operator)(tokens, _hints()).merge

@@ -4,18 +4,22 @@ from ltm.adapters import Conversion
 from ltm.adapters.state import Record
 from ltm.api.conversion import (
     ConversionReport,
+    announcing,
     conversion_of,
     gmacs,
     image_size_of,
     is_merging,
+    merge_maps,
     merge_tokens_,
     mergers,
     merging_network,
+    merging_off,
     reconvert_,
     report,
     set_ratio_,
     token_counts,
     unmerge_tokens_,
+    watching,
 )
 from ltm.api.fitting import (
     MacShare,
@@ -27,7 +31,6 @@ from ltm.api.fitting import (
 )
 from ltm.api.graphs import Captured, capture
 from ltm.api.saving import freeze_, load, save
-from ltm.api.watching import announcing, merge_maps, merging_off, watching
 
 __all__ = [
     "Captured",

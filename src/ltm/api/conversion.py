@@ -1,15 +1,18 @@
-"""Convert a model, change how much it merges, undo it."""
+"""Convert a model, change how much it merges, look inside, undo it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ltm.adapters import Conversion
+from ltm.adapters import Conversion, adapter_of
 from ltm.adapters.conversion import (
     ATTRIBUTE,
     adopt_,
@@ -19,6 +22,9 @@ from ltm.adapters.conversion import (
     mergers_of,
     revert_,
 )
+from ltm.adapters.state import Record
+from ltm.core.cost import evaluating
+from ltm.core.merge import compose_weights
 from ltm.core.schedule import Grid
 from ltm.methods.base import Merger, MethodConfig, Site
 
@@ -129,9 +135,9 @@ def conversion_of(model: nn.Module) -> Conversion:
     return conversion
 
 
-def set_conversion(model: nn.Module, conversion: Conversion) -> None:
-    """Note on a model what was done to it."""
-    setattr(model, ATTRIBUTE, conversion)
+def note_(model: nn.Module, **changes: Any) -> None:
+    """Change what a converted model says was done to it."""
+    setattr(model, ATTRIBUTE, dataclasses.replace(conversion_of(model), **changes))
 
 
 def report(model: nn.Module) -> ConversionReport:
@@ -193,3 +199,47 @@ def _pixels(given: int | tuple[int, int]) -> tuple[int, int]:
     if min(height, width) < 1:
         raise ValueError(f"image_size: got {given!r}; give a number of pixels, or (height, width).")
     return height, width
+
+
+@torch.no_grad()
+def merge_maps(model: nn.Module, images: Tensor) -> dict[int, Tensor]:
+    """By merging block, the weights of its tokens over the patches: `b n0 p`, columns sum to one.
+
+    The patches are those at the start of the block's stage.
+    """
+    with evaluating(model), watching(model) as records:
+        model(images)
+    return {
+        record.block: compose_weights(record.merges).expand(len(images), -1, -1)
+        for record in records
+        if record.decision is not None
+    }
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[list[Record]]:
+    """Collect what happens at every block of a converted model in the forwards inside.
+
+    They are eager ones, compiled or not: graphs keep no records.
+    """
+    state = conversion_of(model).state
+    with torch.compiler.set_stance("force_eager"), state.watching() as records:
+        yield records
+
+
+@contextmanager
+def merging_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before its conversion, in the forwards and backwards inside.
+
+    Mask modules stay where they are and wait: for warm-up epochs, and to compare with the original.
+    """
+    done = conversion_of(model)
+    with done.state.pausing(), adapter_of(done.family).pausing(model):
+        yield
+
+
+@contextmanager
+def announcing(model: nn.Module, labels: Tensor | None) -> Iterator[None]:
+    """Let the mask modules see the labels of the forwards inside in training."""
+    with conversion_of(model).state.announcing(labels):
+        yield

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from ltm.adapters import adapter_of
 from ltm.adapters.planning import Planner
 from ltm.adapters.state import Record
-from ltm.api.conversion import conversion_of, mergers, unmerge_tokens_
-from ltm.api.watching import watching
+from ltm.api.conversion import conversion_of, mergers, unmerge_tokens_, watching
 from ltm.core.cost import evaluating, meta_copy
 from ltm.methods.base import Images, Merger
 
@@ -116,16 +115,12 @@ def _samples(runs: Sequence[tuple[int, list[int]]]) -> Iterator[dict[int, int]]:
 
 @torch.no_grad()
 def measure_share(
-    model: nn.Module,
-    batches: Tensor | Iterable[Any],
-    share: MacShare | None = None,
-    *,
-    batch_size: int = 32,
+    model: nn.Module, batches: Tensor | Iterable[Any], share: MacShare | None = None
 ) -> float:
     """Mean share of MACs over images, from the tokens that are really left of each."""
     share = mac_share(model) if share is None else share
     if isinstance(batches, Tensor):
-        batches = batches.split(batch_size)
+        batches = batches.split(32)
     device = next(model.parameters()).device
     total, num_images = 0.0, 0
     for batch in batches:

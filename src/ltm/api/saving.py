@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +21,10 @@ from ltm.api.conversion import (
     is_merging,
     merge_tokens_,
     mergers,
-    set_conversion,
+    note_,
     token_counts,
+    watching,
 )
-from ltm.api.watching import watching
 from ltm.core.cost import channels_of, meta_copy
 from ltm.core.patches import embed_by_product_
 from ltm.core.validation import plain
@@ -52,8 +51,7 @@ def freeze_(model: nn.Module) -> nn.Module:
         raise ValueError("model: merging is off (merging_off); freeze_ it outside.")
     if not done.frozen:
         _freeze_mergers_(model)
-        macs_after = macs_of(model, done.image_size)
-        set_conversion(model, dataclasses.replace(done, frozen=True, macs_after=macs_after))
+        note_(model, frozen=True, macs_after=macs_of(model, done.image_size))
     return model
 
 
@@ -67,10 +65,8 @@ def _freeze_mergers_(model: nn.Module) -> None:
     known = {id(record.merger): record for record in records if record.decision is not None}
     for path, merger in list(mergers(model)):
         record = known.get(id(merger))
-        if record is None:
-            _replace_(model, path, merger.frozen(None, None))
-        else:
-            _replace_(model, path, merger.frozen(record.decision, record.hints))
+        found = (None, None) if record is None else (record.decision, record.hints)
+        _replace_(model, path, merger.frozen(*found))
     embed_by_product_(model)
 
 
@@ -182,7 +178,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     exact = method.with_amount(counts=plain(known["token_counts"]), sites=tuple(known["blocks"]))
     with all_or_nothing(model):
         merge_tokens_(model, exact, tuple(known["image_size"]))
-        set_conversion(model, dataclasses.replace(conversion_of(model), config=method))
+        note_(model, config=method)
         for (_, merger), active in zip(mergers(model), known["active"], strict=True):
             if active:
                 merger.activate_()
@@ -190,9 +186,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
         if known["frozen"]:
             weights = freeze_as_(model, weights)
             embed_by_product_(model)
-            macs = int(known["macs_after"])
-            done = dataclasses.replace(conversion_of(model), frozen=True, macs_after=macs)
-            set_conversion(model, done)
+            note_(model, frozen=True, macs_after=int(known["macs_after"]))
         _load_weights_(model, weights, folder)
         _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))
     return model.eval()
@@ -339,6 +333,5 @@ def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, str, str]]:
 def _kind(module: nn.Module) -> str:
     """The name of a layer's class, torch's own where it derives from one."""
     kinds = type(module).__mro__
-    known = (kind for kind in kinds if kind.__module__.startswith("torch.nn.modules"))
-    found = next(known)
+    found = next(kind for kind in kinds if kind.__module__.startswith("torch.nn.modules"))
     return type(module).__name__ if found is nn.Module else found.__name__

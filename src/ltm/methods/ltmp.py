@@ -268,7 +268,6 @@ def set_thresholds_(
     target: float,
     *,
     tolerance: float = 0.005,
-    steps: int = 20,
 ) -> float:
     """Move all thresholds together until the mean share of MACs, as measured, meets the target.
 
@@ -289,7 +288,7 @@ def set_thresholds_(
         share_at(0.0)
         raise ValueError(f"target: got {target}; LTMP reaches {least:.3f} to {most:.3f} here")
     reached, strength = share_at(0.0), 0.0
-    for _ in range(steps):
+    for _ in range(20):
         if abs(reached - target) <= tolerance / 4:
             break
         low, high = (strength, high) if reached > target else (low, strength)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ltm.core.schedule import weighted_rate
 from ltm.methods.base import Count, Images, Merger, MethodConfig, Site, require_known
 from ltm.methods.ltm.learned import Learned, LearnedMerger
-from ltm.methods.ltm.matched import Matched, MatchingMerger, Operator, UnimportantMerger
+from ltm.methods.ltm.matched import Choice, Matched, MatchingMerger, Operator, UnimportantMerger
 from ltm.methods.ltm.step import Informative
 from ltm.methods.ltm.support import (
     FLAT,
@@ -35,18 +36,6 @@ FEW_SITES_DOWN_TO = 0.45
 MANY_DEPTH = (2 / 12, 3 / 12, 5 / 12, 7 / 12, 9 / 12)
 # Strong merging is best spread evenly: the profile gives way to equal shares between these ratios.
 PROFILE_DOWN_TO, EQUAL_FROM = 0.65, 0.55
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a site of a matched support does, as a calibration chooses it."""
-
-    operator: Operator = "norm"
-    protection: float = 1.0
-
-    def __str__(self) -> str:
-        protected = f", protection {self.protection:g}" if self.protection else ""
-        return f"{self.operator}{protected}"
 
 
 _PHRASES: dict[Operator, str] = {
@@ -125,13 +114,14 @@ class LTM(MethodConfig):
 
     def choice_at(self, block: int) -> Choice:
         own = self.matched
-        index = None if self.sites is None or block not in self.sites else self.sites.index(block)
         operator: Operator = "norm" if own.keep_norm else "merge"
-        if own.operators is not None and index is not None:
-            operator = own.operators[index]
-        protections = own.protections
-        protected = own.protection if protections is None or index is None else protections[index]
-        return Choice(operator, protected)
+        if self.sites is None or block not in self.sites:
+            return Choice(operator, own.protection)
+        index = self.sites.index(block)
+        return Choice(
+            operator if own.operators is None else own.operators[index],
+            own.protection if own.protections is None else own.protections[index],
+        )
 
     def counting(self) -> float:
         return 1.0 if self.is_learned(grid=False) else self.matched.size_power
@@ -151,13 +141,7 @@ class LTM(MethodConfig):
             return LearnedMerger(site, self.learned, weights)
         choice = self.choice_at(site.block)
         kind = UnimportantMerger if choice.operator == "prune_unimportant" else MatchingMerger
-        return kind(
-            site,
-            self.matched,
-            weights,
-            operator=choice.operator,
-            protection=choice.protection,
-        )
+        return kind(site, self.matched, weights, choice)
 
     def fit_(self, mergers: Sequence[Merger], images: Images, *, tolerance: float) -> None:
         if any(merger.keeps_statistics for merger in mergers):
@@ -241,20 +225,10 @@ class LTM(MethodConfig):
                 return 0.0
             if depth is None:
                 return mean
-            return (1 - even) * _profile_share(site / depth) + even * mean
+            profile = float(np.interp(site / depth, PROFILE_DEPTH, PROFILE_LEAVING))
+            return (1 - even) * profile + even * mean
 
         return weighted_rate(strength, num_in, [share(site) for site in sites])
-
-
-def _profile_share(depth: float) -> float:
-    """The share of tokens that leave at a relative depth, between the profile's own points."""
-    points = list(zip(PROFILE_DEPTH, PROFILE_LEAVING, strict=True))
-    if depth <= points[0][0]:
-        return points[0][1]
-    for (d0, s0), (d1, s1) in itertools.pairwise(points):
-        if depth <= d1:
-            return s0 + (s1 - s0) * (depth - d0) / (d1 - d0)
-    return points[-1][1]
 
 
 LTM.__init__ = accepting_flat(LTM.__init__)

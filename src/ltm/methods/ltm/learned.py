@@ -58,6 +58,8 @@ class Axis(nn.Module):
     valid: Tensor
     anchor: Tensor
     home: Tensor
+    chosen: Tensor | None
+    """The support, kept where it is frozen; it follows from the logits, which are saved."""
 
     def __init__(self, num_in: int, num_out: int, patches: tuple[int, int] | None = None) -> None:
         super().__init__()
@@ -66,6 +68,12 @@ class Axis(nn.Module):
         self.logits = nn.Parameter(initial_logits(candidates))
         for name in ("index", "valid", "anchor", "home"):
             self.register_buffer(name, getattr(candidates, name), persistent=False)
+        self.register_buffer("chosen", None, persistent=False)
+
+    def choose_(self) -> None:
+        """Keep the support as the logits have it now."""
+        self.chosen = None
+        self.chosen = self(self.num_in, self.num_out, 0.0).detach().clone()
 
     def _candidates(self, num_in: int, num_out: int, patches: tuple[int, int] | None) -> Candidates:
         if patches is None:
@@ -77,7 +85,10 @@ class Axis(nn.Module):
     ) -> Float[Tensor, "n p"]:
         """The support; `patches` is the shape of the image, where it is not the planned one."""
         candidates, logits, patches = self._own(), self.logits, patches or self.patches
-        if (num_in, num_out, patches) != (self.num_in, self.num_out, self.patches):
+        planned = (num_in, num_out, patches) == (self.num_in, self.num_out, self.patches)
+        if planned and self.chosen is not None:
+            return self.chosen
+        if not planned:
             other = self._candidates(num_in, num_out, patches)
             candidates = Candidates(*(getattr(other, f).to(logits.device) for f in vars(other)))
             logits = self.fitted(candidates)
@@ -113,8 +124,14 @@ class LearnedMerger(LTMMerger):
 
     def __init__(self, site: Site, settings: Learned, weights: Informative | None) -> None:
         self.settings = settings
-        if settings.space == "token" and weights is not None and site.num_classes > 0:
-            _check_token_space(site)
+        if settings.space == "token" and weights is not None:  # 5 GB on ViT-B at 1000 classes
+            width, tokens, classes = site.width, site.num_out, site.num_classes
+            require_room(
+                classes * tokens * width,
+                "space: got 'token'; its centroids",
+                f"block {site.block} ({classes} classes x {tokens} tokens x {width} channels)",
+                "use space='pooled'.",
+            )
         super().__init__(site, weights)
         self.keeps_grid = site.grid_in is not None
         if site.grid_in is not None and site.grid_out is not None:
@@ -269,15 +286,9 @@ class LearnedMerger(LTMMerger):
 
 
 class ChosenMerger(LearnedMerger):
-    """A learned support that is frozen: the weights alone depend on the image.
+    """A learned support that is frozen: the weights alone depend on the image."""
 
-    The supports are constants. They follow from the logits, which are saved.
-    """
-
-    chosen_rows: Tensor
-    chosen_columns: Tensor
-    chosen_sequence: Tensor
-    chosen_size_out: Tensor
+    size_out: Tensor
 
     @staticmethod
     def of(learned: LearnedMerger) -> ChosenMerger:
@@ -294,26 +305,16 @@ class ChosenMerger(LearnedMerger):
 
     def choose_(self) -> None:
         """Follow the logits."""
-        site = self.site
-        if site.grid_in is not None and site.grid_out is not None:
-            supports = {
-                "rows": self.rows(site.grid_in[0], site.grid_out[0], 0.0),
-                "columns": self.columns(site.grid_in[1], site.grid_out[1], 0.0),
-            }
-            merge = GridMerge(**supports)
-            ones = supports["rows"].new_ones(1, site.num_in, dtype=torch.float32)
-            supports["size_out"] = merge.sizes(ones)
-        else:
-            supports = {"sequence": self.sequence(site.num_in, site.num_out, 0.0)}
-        for name, value in supports.items():
-            self.register_buffer(f"chosen_{name}", value.detach().clone(), persistent=False)
-
-    def _supports(self, num_in: int, hints: Hints) -> tuple[Tensor, ...]:
-        if not self.site.is_planned(num_in, hints.grid_in, hints.patches):
-            return super()._supports(num_in, hints)
-        if self.site.grid_in is None:
-            return (self.chosen_sequence,)
-        return self.chosen_rows, self.chosen_columns
+        for axis in self.children():
+            if isinstance(axis, Axis):
+                axis.choose_()
+        if self.site.grid_in is not None:
+            rows, columns = self.rows.chosen, self.columns.chosen
+            assert rows is not None
+            assert columns is not None
+            ones = rows.new_ones(1, self.site.num_in, dtype=torch.float32)
+            size_out = GridMerge(rows=rows, columns=columns).sizes(ones)
+            self.register_buffer("size_out", size_out.detach().clone(), persistent=False)
 
     def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None, hints: Hints) -> Merge:
         """With the sizes that it leaves, where they are known beforehand."""
@@ -321,22 +322,11 @@ class ChosenMerger(LearnedMerger):
         if not isinstance(merge, GridMerge) or hints.size is not None:
             return merge
         planned = self.site.is_planned(merge.num_in, hints.grid_in, hints.patches)
-        return dataclasses.replace(merge, size_out=self.chosen_size_out) if planned else merge
+        return dataclasses.replace(merge, size_out=self.size_out) if planned else merge
 
 
 def _follow_loaded(merger: ChosenMerger, _keys: object) -> None:
     merger.choose_()
-
-
-def _check_token_space(site: Site) -> None:
-    # 5 GB over the blocks of ViT-B at 1000 classes.
-    num_classes, tokens, width = site.num_classes, site.num_out, site.width
-    require_room(
-        num_classes * tokens * width,
-        "space: got 'token'; its centroids",
-        f"block {site.block} ({num_classes} classes x {tokens} tokens x {width} channels)",
-        "use space='pooled'.",
-    )
 
 
 def _dense(supports: tuple[Tensor, ...]) -> Float[Tensor, "n p"]:

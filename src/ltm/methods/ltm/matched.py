@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -27,7 +27,17 @@ prune_unimportant: those that receive least attention are dropped, whatever they
 none: nothing leaves.
 """
 
-OPERATORS: tuple[Operator, ...] = get_args(Operator)
+
+@dataclass(frozen=True)
+class Choice:
+    """What a site does, as a calibration chooses it."""
+
+    operator: Operator = "norm"
+    protection: float = 1.0
+
+    def __str__(self) -> str:
+        protected = f", protection {self.protection:g}" if self.protection else ""
+        return f"{self.operator}{protected}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +79,11 @@ class MatchingMerger(LTMMerger):
     """Per image, the tokens whose merge does least harm leave."""
 
     def __init__(
-        self,
-        site: Site,
-        settings: Matched,
-        weights: Informative | None,
-        *,
-        operator: Operator,
-        protection: float,
+        self, site: Site, settings: Matched, weights: Informative | None, choice: Choice
     ) -> None:
         super().__init__(site, weights)
-        self.settings, self.operator, self.protection = settings, operator, protection
-        self.prunes, self.keeps_norm = operator.startswith("prune"), operator == "norm"
+        self.settings, self.operator = settings, choice.operator
+        self.protection = choice.protection
         if self.operator == "none":
             raise ValueError(
                 f"operators: got 'none' for block {site.block}, where {site.num_in} tokens are to "
@@ -101,7 +105,7 @@ class MatchingMerger(LTMMerger):
             assignment=found.assignment,
             weight=found.weight,
             num_places=self.site.num_prefix + hints.num_out,
-            keep_norm=self.keeps_norm,
+            keep_norm=self.operator == "norm",
             num_prefix=self.site.num_prefix,
             order=found.order,
         )
@@ -115,7 +119,7 @@ class MatchingMerger(LTMMerger):
             num_prefix=k,
             protection=self.protection,
             attended=self.settings.attended,
-            prune=self.prunes,
+            prune=self.operator.startswith("prune"),
             alternate=self.settings.matching == "alternate",
         )
 

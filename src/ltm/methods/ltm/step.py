@@ -140,7 +140,13 @@ class LTMMerger(Merger):
     def _new_step(self) -> InformativeStep | None:
         if self.weights is None or self.site.num_classes < 1:
             return None
-        _check_classes(self.site)
+        classes = self.site.num_classes
+        require_room(  # 1.8 GB a block at ImageNet's 21,841 classes
+            classes**2,
+            f"weights: got Informative(); its table of {classes} x {classes} classes",
+            f"block {self.site.block}",
+            "use weights='uniform', or give the network its own classes first.",
+        )
         return InformativeStep(self.site, self.feature_width(), self.weights)
 
     def reset_classes_(self, num_classes: int) -> None:
@@ -256,17 +262,6 @@ class LTMMerger(Merger):
         if self.informative is not None:
             self.informative.active = any(name.startswith("informative.") for name in saved)
         return self.frozen(None, None)
-
-
-def _check_classes(site: Site) -> None:
-    # 1.8 GB a block at ImageNet's 21,841 classes.
-    num_classes = site.num_classes
-    require_room(
-        num_classes**2,
-        f"weights: got Informative(); its table of {num_classes} x {num_classes} classes",
-        f"block {site.block}",
-        "use weights='uniform', or give the network its own classes first.",
-    )
 
 
 def require_room(numbers: int, what: str, where: str, instead: str) -> None:

@@ -119,7 +119,8 @@ def accepting_flat(init: Callable[..., None]) -> Callable[..., None]:
             warnings.warn(_advice(old), DeprecationWarning, stacklevel=2)
             given = settings.get("support"), settings.get("weights", Informative())
             support, weights = (None if isinstance(value, str) else value for value in given)
-            flat = {**flatten(support, weights), **_texts(settings), **old}
+            texts = {n: settings[n] for n in _OLD if isinstance(settings.get(n), str)}
+            flat = {**flatten(support, weights), **texts, **old}
             settings = {n: v for n, v in settings.items() if n not in FLAT}
             settings |= {"support": support_of(flat), "weights": weights_of(flat)}
         init(self, **settings)
@@ -129,11 +130,6 @@ def accepting_flat(init: Callable[..., None]) -> Callable[..., None]:
 
 _OLD = {"support": ("matching", "learned"), "weights": ("informative",)}
 """Values that are parts now."""
-
-
-def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: settings.get(name) for name in _OLD}
-    return {name: value for name, value in found.items() if isinstance(value, str)}
 
 
 def _advice(old: Mapping[str, Any]) -> str:
