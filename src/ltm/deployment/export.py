@@ -228,7 +228,7 @@ def model_information(
     network: nn.Module, settings: ExportSettings, run: Path | None = None
 ) -> ModelInformation:
     """What travels with the files: preprocessing, and class names where they are known."""
-    config = DataConfig(source=settings.data, crop_ratio=settings.crop_ratio)
+    config = DataConfig(source=settings.data)
     names = None if run is None else saved_class_names(run)
     known = describe(network, class_names=names, spec=expected_images(network, config))
     return known.adjusted(num_classes_of(network), settings.class_names, settings.crop_ratio)

@@ -15,10 +15,11 @@ from typing import Any
 from torch import nn
 
 from ltm.api import conversion_of, load, report, save
+from ltm.api.saving import CONFIG, WEIGHTS
 from ltm.deployment.information import ModelInformation, describe
 from ltm.extras import require
 
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CARD = "README.md"
 
 _FOREIGN = ("url", "hf_hub_id", "hf_hub_filename", "file", "source", "custom_load", "tag")
 

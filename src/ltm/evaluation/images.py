@@ -1,21 +1,19 @@
-"""Images for measurements: opened by name, some set aside, in batches as a network expects them.
-
-Importing this module imports neither torch nor timm.
-"""
+"""Images for measurements: opened by name, some set aside, in batches as a network expects them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor, nn
+
+from ltm.api import image_size_of
+from ltm.data.config import DataConfig
+from ltm.data.datasets import open_dataset, refuse_shared
+from ltm.data.images import ImageDataset
+from ltm.data.loading import evaluation_loader
+from ltm.data.transforms import ImageSpec, image_spec
 from ltm.models import check_classes, require_least
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ltm.data.config import DataConfig
-    from ltm.data.images import ImageDataset
-    from ltm.data.transforms import ImageSpec
 
 _LEAST_CALIBRATION = 32
 """Fewer images than this say little about a schedule."""
@@ -23,17 +21,12 @@ _LEAST_CALIBRATION = 32
 
 def open_images(source: str, split: str, images: int | None = None) -> Any:
     """The labelled images; what is no image is an error, lest another take its place unnoticed."""
-    from ltm.data.datasets import open_dataset
-
     require_least("images", images)
     return _take(open_dataset(source, split=split, max_unreadable=0), images)
 
 
 def expected_images(model: nn.Module, config: DataConfig) -> ImageSpec:
     """What images a model gets: of the height and width that its tokens were planned for."""
-    from ltm.api import image_size_of
-    from ltm.data.transforms import image_spec
-
     return replace(image_spec(config, model), size=image_size_of(model))
 
 
@@ -48,9 +41,6 @@ def load_batches(
     **placed: Any,
 ) -> Any:
     """Batches of images as the model expects them; labels must be its classes where they count."""
-    from ltm.data.config import DataConfig
-    from ltm.data.loading import evaluation_loader
-
     if labelled:
         check_classes(model, dataset.class_names, source)
     config = DataConfig(source=source, batch_size=batch_size, workers=workers)
@@ -82,8 +72,6 @@ def part_images(
     Calibration takes them from the training split; where data are not split it takes at most a
     third of all, and the rest is evaluated.
     """
-    from ltm.data.datasets import refuse_shared
-
     require_least("images", images)
     require_least("calibration-images", calibration_images, 0)
     dataset, calibration, reason = open_images(source, split), None, ""

@@ -183,21 +183,15 @@ def _prepared(
     candidate: Candidate, conditions: Conditions, modes: Sequence[str], batch: Tensor
 ) -> list[_Run]:
     """Prepare a candidate for every mode, on one copy of its weights."""
-    runs = [_Run(candidate, mode) for mode in modes]
-    try:
-        model = _copy(candidate.model, conditions, batch)
-    except Exception as error:  # noqa: BLE001 - a grid goes on where one cell of it fails
-        for run in runs:
-            run.error = _reason(error)
-        _free(batch.device)
-        return runs
+    runs, model = [_Run(candidate, mode) for mode in modes], None
     for run in runs:
         try:
+            model = _copy(candidate.model, conditions, batch) if model is None else model
             call = _runner(model, run.mode, conditions, batch)
             call(batch)
             run.memory = peak_memory_mib(getattr(call, "run", call), model, batch)
             run.call = call
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - a grid goes on where one cell of it fails
             run.error = _reason(error)
         _free(batch.device)  # for the next, and for other processes
     return runs

@@ -25,23 +25,20 @@ from ltm.extras import require
 Runner = Callable[[Tensor], Any]
 
 
-def eager(model: nn.Module, _images: Tensor) -> Runner:
-    """The network as it is."""
-    return _without_gradients(model)
+def eager(model: Runner, _images: Tensor) -> Runner:
+    """The network as it is, without gradients."""
 
-
-def compiled(model: nn.Module, images: Tensor) -> Runner:
-    """`torch.compile`, the whole graph, for this batch size."""
-    run = _without_gradients(torch.compile(model, fullgraph=True, dynamic=False))
-    run(images)
-    return run
-
-
-def _without_gradients(model: Callable[[Tensor], Any]) -> Runner:
     def run(images: Tensor) -> Any:
         with torch.no_grad():
             return model(images)
 
+    return run
+
+
+def compiled(model: nn.Module, images: Tensor) -> Runner:
+    """`torch.compile`, the whole graph, for this batch size."""
+    run = eager(torch.compile(model, fullgraph=True, dynamic=False), images)
+    run(images)
     return run
 
 
@@ -188,7 +185,7 @@ def peak_memory_mib(run: Runner, model: nn.Module, images: Tensor) -> float | No
     before = torch.cuda.memory_allocated(device)
     run(images)
     torch.cuda.synchronize(device)
-    weights = sum(p.numel() * p.element_size() for p in [*model.parameters(), *model.buffers()])
+    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     return (torch.cuda.max_memory_allocated(device) - before + weights) / 2**20
 
 

@@ -78,8 +78,18 @@ class TimingFile:
         return any(_identity(known) == wanted for known in self.rows if known["run"] in runs)
 
     def markdown(self) -> str:
-        """All rows as tables, with what they were measured on."""
-        return to_markdown(self.rows, self.runs)
+        """All rows, one table per model, precision and scope, and what they were measured on."""
+        groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+        for row in self.rows:
+            size = "x".join(str(side) for side in row["image_size"])
+            groups.setdefault((row["model"], size, row["dtype"], row["scope"]), []).append(row)
+        lines = [_LEGEND, "", *_describe_runs(self.runs)]
+        for (model, size, dtype, scope), members in groups.items():
+            lines += ["", f"### {model} at {size}, {dtype}, {scope}", ""]
+            lines += [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+            ordered = sorted(members, key=lambda row: (row["run"], row["batch_size"], row["mode"]))
+            lines += [_line(_cells(row, ordered)) for row in ordered]
+        return "\n".join(lines) + "\n"
 
     def save(self, folder: Path) -> None:
         """Write all rows into another folder, as metrics.json and table.md."""
@@ -122,21 +132,6 @@ _COLUMNS = (
     "run",
     "note",
 )
-
-
-def to_markdown(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
-    """One table per model, precision and scope."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        size = "x".join(str(side) for side in row["image_size"])
-        groups.setdefault((row["model"], size, row["dtype"], row["scope"]), []).append(row)
-    lines = [_LEGEND, "", *_describe_runs(runs)]
-    for (model, size, dtype, scope), members in groups.items():
-        lines += ["", f"### {model} at {size}, {dtype}, {scope}", ""]
-        lines += [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-        ordered = sorted(members, key=lambda row: (row["run"], row["batch_size"], row["mode"]))
-        lines += [_line(_cells(row, ordered)) for row in ordered]
-    return "\n".join(lines) + "\n"
 
 
 def _describe_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
