@@ -17,6 +17,7 @@ from torchvision import tv_tensors
 from ltm.data.images import ImageDataset, Transform
 from ltm.data.scenes import Painting, class_names, draw_scene, paint
 from ltm.data.targets import boxes_of, encode_mask, make_target
+from ltm.models import read_words, require_least
 
 _SPLITS = {"train": 0, "val": 1, "test": 2}
 _TASKS = {"classification": 0, "detection": 1, "examples": 2}
@@ -220,14 +221,15 @@ def example_pictures(num_pictures: int = 6, image_size: int = 256, seed: int = 0
 
 def shapes_options(source: str, defaults: dict[str, int]) -> dict[str, int]:
     """Read a source such as "shapes:size=64,seed=1": whole numbers, by known names."""
-    options = dict(defaults)
-    for option in filter(None, source.partition(":")[2].split(",")):
-        name, _, value = option.partition("=")
-        if name not in options or not value.isdecimal():
-            known = ",".join(f"{known}={default}" for known, default in defaults.items())
-            raise ValueError(f"{option!r} is no option of generated shapes; write shapes:{known}")
-        options[name] = int(value)
-    return options
+    words = filter(None, [source.partition(":")[2]])
+    try:
+        found = read_words(words, dict.fromkeys(defaults, int), owner="shapes")
+    except ValueError as error:
+        known = ",".join(f"{name}={default}" for name, default in defaults.items())
+        raise ValueError(f"{error}; write shapes:{known}") from error
+    for name, number in found.items():
+        require_least(f"data shapes:{name}", number, 0)
+    return defaults | found
 
 
 def shapes_arguments(source: str, split: str, **defaults: int) -> dict[str, Any]:
