@@ -12,9 +12,9 @@ from torch import nn
 import ltm
 from ltm.adapters.planning import Planner
 from ltm.cli import main
-from ltm.models import did_you_mean, method_config, read_value, read_words, split_methods
+from ltm.models import changed, did_you_mean, method_config, read_value, read_words, split_methods
 from ltm.training.network import method_config as training_config
-from ltm.training.settings import TrainSettings, from_mapping
+from ltm.training.settings import TrainSettings
 
 DATA = "shapes:classes=5,size=48,images=40,val_images=40"
 SMALL = {"depth": 4, "embed_dim": 24, "num_heads": 2}
@@ -30,8 +30,8 @@ def test_lists_may_be_written_as_people_do(words: str) -> None:
     assert method_config("ltm", 0.7, options=[words]) == expected
     assert method_config(f"ltm:{words},ratio=0.7", 0.5) == expected
     assert method_config(f"ltm:ratio=0.7,{words}") == expected
-    merge = from_mapping(
-        {"merge": {"method": "ltm", "ratio": 0.7, "method_options": [words]}}, TrainSettings()
+    merge = changed(
+        TrainSettings(), {"merge": {"method": "ltm", "ratio": 0.7, "method_options": [words]}}
     ).merge
     assert training_config(merge) == expected
 
@@ -50,8 +50,8 @@ def test_values_are_read_by_the_type_of_their_field() -> None:
     ):
         assert method_config(f"ltm:{words}") == grids
     assert method_config("ltm:counts=9,8,sites=1,2") == ltm.LTM(counts=(9, 8), sites=(1, 2))
-    settings = from_mapping(
-        {"optim": {"lr": "1e-3", "epochs": "3"}, "tune": {"unfreeze": "head.*"}}, TrainSettings()
+    settings = changed(
+        TrainSettings(), {"optim": {"lr": "1e-3", "epochs": "3"}, "tune": {"unfreeze": "head.*"}}
     )
     assert (settings.optim.lr, settings.optim.epochs) == (1e-3, 3)
     assert settings.tune.unfreeze == ("head.*",)

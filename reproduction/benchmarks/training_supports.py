@@ -24,16 +24,16 @@ from ltm.data.datasets import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.evaluation.accuracy import Outputs, evaluate, paired_interval
+from ltm.models import changed
 from ltm.training.network import build
 from ltm.training.run import train
-from ltm.training.settings import TrainSettings, from_mapping
+from ltm.training.settings import TrainSettings
 from reproduction.benchmarks.recording import machine, parser, plain, write_rows
 
 
 def settings_of(options: argparse.Namespace, ratio: float) -> TrainSettings:
     """Fine-tuning as `ltm finetune` does it, with a learned support."""
-    return from_mapping(
-        {
+    return changed(TrainSettings(), {
             "model": {"name": "vit_tiny_patch16_224", "weights": str(options.weights)},
             "merge": {"ratio": ratio, "method_options": ["support=learned", "weights=uniform"]},
             "data": {
@@ -48,9 +48,7 @@ def settings_of(options: argparse.Namespace, ratio: float) -> TrainSettings:
             "optim": {"epochs": options.epochs, "lr": options.lr, "weight_decay": 0.0},
             "tune": {"trainable": "mergers"},
             "run": {"seed": 0, "device": options.device},
-        },
-        TrainSettings(),
-    )  # fmt: skip
+        })  # fmt: skip
 
 
 def answers(model: nn.Module, settings: TrainSettings) -> Outputs:

@@ -32,11 +32,12 @@ from ltm.api import collect_statistics_, fit_, measure_share, report as report_o
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.loading import Batch, evaluation_loader
 from ltm.data.transforms import image_spec
+from ltm.models import changed
 from ltm.training.classification import Classification, evaluate
 from ltm.training.fabric import make_fabric
 from ltm.training.network import build
 from ltm.training.run import train
-from ltm.training.settings import TrainingData, TrainSettings, from_mapping
+from ltm.training.settings import TrainingData, TrainSettings
 from ltm.training.trainer import Trainer
 from reproduction.benchmarks.recording import machine, parser, write_rows
 
@@ -146,7 +147,7 @@ def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> TrainS
     }
     for group, changes in groups.items():
         values[group] = values.get(group, {}) | changes
-    return from_mapping(values, TrainSettings())
+    return changed(TrainSettings(), values)
 
 
 @cache

@@ -14,6 +14,7 @@ from ltm.detection.settings import (
     RECIPES,
     DetectionSettings,
 )
+from ltm.models import changed
 from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
@@ -22,7 +23,6 @@ from ltm.training.settings import (
     TrainingData,
     TrainSettings,
     TuneSettings,
-    from_mapping,
 )
 from reproduction.paper_numbers import printed_shares
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
@@ -195,7 +195,8 @@ def _transfer(network: Network, source: str) -> TrainSettings:
 
 
 def _scenes(recipe: str, coco: str | None, epochs: int, batch: int) -> DetectionSettings:
-    return from_mapping(
+    return changed(
+        RECIPES[recipe],
         {
             "detector": {"image_size": [128, 128]},
             "data": {"source": coco or _SHAPES, "batch_size": batch},
@@ -203,5 +204,4 @@ def _scenes(recipe: str, coco: str | None, epochs: int, batch: int) -> Detection
             "run": {"precision": "bf16"},
             "eval_every": epochs,
         },
-        RECIPES[recipe],
     )

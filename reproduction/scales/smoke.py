@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ltm.data.config import AugmentConfig
 from ltm.detection.settings import RECIPES, DetectionSettings
+from ltm.models import changed
 from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
@@ -18,7 +19,6 @@ from ltm.training.settings import (
     TrainingData,
     TrainSettings,
     TuneSettings,
-    from_mapping,
 )
 from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
 
@@ -135,7 +135,8 @@ def _network(
 
 
 def _scenes(recipe: str, batch: int) -> DetectionSettings:
-    return from_mapping(
+    return changed(
+        RECIPES[recipe],
         {
             "detector": {"image_size": [64, 64], "width": 32, "regions_per_image": 8},
             "data": {
@@ -145,5 +146,4 @@ def _scenes(recipe: str, batch: int) -> DetectionSettings:
             "optim": {"epochs": 1, "lr_warmup_epochs": 0.0},
             "merge": {"per_block": 0.8},
         },
-        RECIPES[recipe],
     )

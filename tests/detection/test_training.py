@@ -17,9 +17,10 @@ from ltm.detection.settings import (
 )
 from ltm.detection.task import Detection, DetectionRow, detector_config
 from ltm.methods import LTM
+from ltm.models import changed
 from ltm.training.fabric import make_fabric
 from ltm.training.non_finite import NonFiniteLossError
-from ltm.training.settings import from_mapping, read_settings, to_yaml
+from ltm.training.settings import read_settings, to_yaml
 from ltm.training.trainer import Trainer
 from written import write_coco_folder
 
@@ -35,8 +36,8 @@ TINY = {
 
 
 def tiny(recipe: str = "shapes_ssdlite", **changes: Any) -> DetectionSettings:
-    settings = from_mapping(TINY, RECIPES[recipe])
-    return from_mapping(changes, settings)
+    settings = changed(RECIPES[recipe], TINY)
+    return changed(settings, changes)
 
 
 def trainer_of(settings: DetectionSettings) -> Trainer:
@@ -84,7 +85,7 @@ def test_settings_survive_their_file(name: str, tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        from_mapping(changes, DetectionSettings())
+        changed(DetectionSettings(), changes)
 
 
 def test_files_of_settings_that_cannot_be_read(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ltm.training.settings import TrainSettings, from_mapping
+from ltm.models import changed
+from ltm.training.settings import TrainSettings
 
 VIT = ["img_size=32", "patch_size=8", "embed_dim=16", "depth=3", "num_heads=2"]
 MERGING = ["support=learned", "sites=[1,2]", "counts=[12,9]"]
@@ -42,7 +43,7 @@ def tiny_values(**groups: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def tiny() -> Callable[..., TrainSettings]:
     """Make the settings of a tiny run."""
-    return lambda **groups: from_mapping(tiny_values(**groups), TrainSettings())
+    return lambda **groups: changed(TrainSettings(), tiny_values(**groups))
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 import tyro
 import yaml
 
-from ltm.models import read_words
+from ltm.models import changed, read_words
 from ltm.training.recipes import BACKBONES, FINETUNE, SCRATCH, find_recipe, recipe_of
-from ltm.training.settings import TrainSettings, from_mapping, read_settings, to_yaml
+from ltm.training.settings import TrainSettings, read_settings, to_yaml
 
 RECIPES = {f"train {k}": v for k, v in SCRATCH.items()} | {
     f"finetune {k}": v for k, v in FINETUNE.items()
@@ -72,7 +72,7 @@ def test_command_line_and_yaml_say_the_same() -> None:
     optim: {epochs: 7, lr: 2e-3}
     tune: {unfreeze: [head.*]}
     """
-    assert from_mapping(yaml.safe_load(text), TrainSettings()) == parsed
+    assert changed(TrainSettings(), yaml.safe_load(text)) == parsed
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_command_line_and_yaml_say_the_same() -> None:
 )
 def test_wrong_settings_are_one_sentence(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + message.replace("?", r"\?").replace("*", r"\*")):
-        from_mapping(values, TrainSettings())
+        changed(TrainSettings(), values)
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "just words", "- a\n- b"])

@@ -46,9 +46,9 @@ def build(settings: TrainSettings, num_classes: int, say: Say = silent) -> Built
     """
     check_num_classes(settings.model, settings.data.source, num_classes)
     method = method_config(settings.merge)
-    folder = _merging_folder(settings.model.weights)
-    if folder is not None:
-        return _continue_from(folder, settings, method, num_classes)
+    saved = _read_saved(Path(settings.model.weights)) if settings.model.weights else None
+    if saved is not None and "token_merging" in saved.config:
+        return _continue_from(saved, settings, method, num_classes)
     model, new = make_timm_model(settings, num_classes), False
     if settings.model.weights is not None:
         new = bool(load_weights_(model, settings.model.weights, say))
@@ -120,23 +120,29 @@ def load_weights_(model: nn.Module, path: str | Path, say: Say = silent) -> list
     )
 
 
-def _merging_folder(weights: str | None) -> Path | None:
-    """The folder of a token-merging model that `ltm.save` wrote, if these weights are one."""
-    config = saved_folder(Path(weights or "")) / CONFIG
-    if weights is None or not config.is_file():
+class _Saved(NamedTuple):
+    """The folder of a network that ltm wrote, and its config."""
+
+    folder: Path
+    config: dict[str, Any]
+
+
+def _read_saved(folder: Path) -> _Saved | None:
+    """Read a config; None where there is none."""
+    config = saved_folder(folder) / CONFIG
+    if not config.is_file():
         return None
     try:
-        saved = json.loads(config.read_text(encoding="utf-8"))
+        return _Saved(config.parent, json.loads(config.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{config} is no readable JSON; copy it again") from error
-    return config.parent if "token_merging" in saved else None
 
 
 def _continue_from(
-    folder: Path, settings: TrainSettings, method: MethodConfig | None, num_classes: int
+    saved: _Saved, settings: TrainSettings, method: MethodConfig | None, num_classes: int
 ) -> Built:
     """Load a token-merging model, its ratio and classes changed where they differ."""
-    model = load(folder, _host_of(folder, settings))
+    folder, model = saved.folder, load(saved.folder, _host_of(saved, settings))
     done = conversion_of(model)
     if method is None or done.config.name != method.name:
         raise ValueError(
@@ -167,27 +173,23 @@ def _continue_from(
     return Built(model, head_parameters(model))
 
 
-def _host_of(folder: Path, settings: TrainSettings) -> nn.Module | None:
+def _host_of(saved: _Saved, settings: TrainSettings) -> nn.Module | None:
     """The untouched network of a saved one; None where it was made without arguments."""
-    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    name = settings.model.name.partition(".")[0]
-    if saved["architecture"] != name:
-        raise ValueError(
-            f"{folder} holds a {saved['architecture']}, but model is {name}; "
-            f"use model={saved['architecture']}"
-        )
+    name, known = settings.model.name.partition(".")[0], saved.config["architecture"]
+    if known != name:
+        raise ValueError(f"{saved.folder} holds a {known}, but model is {name}; use model={known}")
     if not settings.model.model_args:
         return None
     untouched = replace(settings, model=replace(settings.model, pretrained=False))
-    return make_timm_model(untouched, saved["num_classes"])
+    return make_timm_model(untouched, saved.config["num_classes"])
 
 
 def saved_architecture(folder: Path) -> str:
     """The timm name of the network in a folder that ltm wrote."""
-    config = saved_folder(folder) / CONFIG
-    if not config.is_file():
+    saved = _read_saved(folder)
+    if saved is None:
         raise FileNotFoundError(f"model {folder} has no {CONFIG}: give a folder that ltm wrote")
-    return json.loads(config.read_text(encoding="utf-8"))["architecture"]
+    return saved.config["architecture"]
 
 
 def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | None = None) -> None:

@@ -14,9 +14,6 @@ import yaml
 from ltm.data.config import AugmentConfig, DataConfig, without_removed
 from ltm.models import changed, did_you_mean, plain, read_words
 
-Precision = Literal["32", "bf16", "16"]
-Strategy = Literal["auto", "ddp", "fsdp"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
@@ -135,9 +132,9 @@ class RunSettings:
     """Accelerator: auto, cpu, cuda, cuda:N for one of several, or mps."""
     devices: int = 1
     """Processes on this machine; torchrun's own number where it starts them."""
-    strategy: Strategy = "auto"
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """Several processes: copies of the model (ddp) or shards of it (fsdp)."""
-    precision: Precision = "32"
+    precision: Literal["32", "bf16", "16"] = "32"
     """Arithmetic; bf16 and 16 are mixed precision."""
     sync_batchnorm: bool = True
     """Batch statistics over all processes (CUDA only)."""
@@ -255,11 +252,6 @@ def to_yaml(settings: Any) -> str:
     return yaml.safe_dump(plain(settings), sort_keys=False, width=100)
 
 
-def from_mapping(values: Mapping[str, Any], base: T) -> T:
-    """Settings with some values changed; a name or a type that does not fit is a ValueError."""
-    return changed(base, values)
-
-
 def with_options(settings: T, options: Mapping[str, Any]) -> T:
     """Settings changed by options: names of fields in any flat group, or of whole groups."""
     hints = get_type_hints(type(settings), include_extras=True)
@@ -276,7 +268,7 @@ def with_options(settings: T, options: Mapping[str, Any]) -> T:
     if unknown:
         close = did_you_mean(unknown[0], [*hints, *homes])
         raise ValueError(f"{unknown[0]} is no setting; {close}")
-    return from_mapping(changes, settings)
+    return changed(settings, changes)
 
 
 def read_settings(path: str | Path, base: T) -> T:
@@ -290,7 +282,7 @@ def read_settings(path: str | Path, base: T) -> T:
         raise ValueError(f"{path} holds no settings; write groups such as optim: {{epochs: 5}}")
     values = _of_today(values)
     try:
-        return from_mapping(values, base)
+        return changed(base, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
