@@ -11,7 +11,7 @@ import ltm
 from ltm.adapters import select_adapter
 from ltm.adapters.planning import Planner
 from ltm.calibration import CalibrateSettings, Calibration, Trial, calibrate
-from ltm.calibration.latency import within_milliseconds
+from ltm.calibration.calibration import within_milliseconds
 from ltm.calibration.schedules import Setting, config_of
 from ltm.calibration.sequences import token_levels
 from ltm.methods.ltm.matched import Choice
@@ -188,15 +188,13 @@ def test_a_budget_in_milliseconds(vit, images):
     def clock(config: ltm.LTM) -> float:
         return 1 + 9 * ltm.merge_tokens_(copy.deepcopy(vit), config).share
 
-    times = {"original": 10.0, "floor": calibration.floor}
-    search = calibration.within, calibration.sketch, clock
-    result = within_milliseconds(*search, budget_ms=8.0, **times)
+    result = within_milliseconds(calibration, clock, budget_ms=8.0, original=10.0)
     assert result.milliseconds == clock(result.config)
     assert 7.5 < result.milliseconds <= 8.0
     with pytest.raises(ValueError, match=r"the original takes 10.00 ms .* nothing has to merge"):
-        within_milliseconds(*search, budget_ms=11.0, **times)
+        within_milliseconds(calibration, clock, budget_ms=11.0, original=10.0)
     with pytest.raises(ValueError, match=r"budget_ms: got 1.1; merging tokens cannot go below"):
-        within_milliseconds(*search, budget_ms=1.1, **times)
+        within_milliseconds(calibration, clock, budget_ms=1.1, original=10.0)
 
 
 def test_time_is_measured_on_this_device(vit, images):
@@ -224,15 +222,18 @@ def test_the_last_block_pays_where_nobody_reads_its_patches(vit, images):
     settings = CalibrateSettings(trials=1, sites=4, multiple=1)
     calibration = Calibration(vit, images, None, settings)
     last = len(vit.blocks) - 1
-    [start] = calibration._without_last(0.7)
+    calibration.space.budget = 0.7
+    [start] = calibration.space.without_last()
     assert (start[-1].block, start[-1].count) == (last, 1)
     assert calibration.cost(start) <= 0.7
-    default = calibration._uncalibrated(0.7)
+    default = calibration.space.default(0.7)
     assert sum(s.count for s in start[:-1]) > sum(s.count for s in default)
     assert calibration.search.probe((start[-1],)) < 1e-7
     averaging = toy("vit")
     averaging.global_pool = "avg"
-    assert Calibration(averaging, images, None, settings)._without_last(0.7) == []
+    space = Calibration(averaging, images, None, settings).space
+    space.budget = 0.7
+    assert space.without_last() == []
 
 
 def test_counts_suit_the_hardware():

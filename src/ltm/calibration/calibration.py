@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,29 +14,32 @@ from torch import Tensor, nn
 
 from ltm.adapters import select_adapter
 from ltm.adapters.planning import Planner
-from ltm.api import conversion_of, image_size_of, is_merging, unmerge_tokens_
-from ltm.calibration.costs import CountedCost, SequenceCost
-from ltm.calibration.grids import Frame, GridSpace, Point, probe_grids
-from ltm.calibration.latency import Clock, within_milliseconds
-from ltm.calibration.schedules import CalibrateResult, Schedule, Setting, config_of
-from ltm.calibration.search import Progress, Search, Space
-from ltm.calibration.sequences import (
-    HARMLESS,
-    Sensitivity,
-    SequenceSpace,
-    Variants,
-    largest_within,
-    probe_blocks,
-    token_levels,
+from ltm.api import (
+    conversion_of,
+    freeze_,
+    image_size_of,
+    is_merging,
+    merge_tokens_,
+    unmerge_tokens_,
 )
+from ltm.calibration.grids import GridSpace
+from ltm.calibration.schedules import CalibrateResult, CountedCost, Schedule, config_of
+from ltm.calibration.search import Progress, Search, Space, Trials
+from ltm.calibration.sequences import SequenceCost, SequenceSpace
 from ltm.calibration.settings import MIN_IMAGES, CalibrateSettings, check_images
-from ltm.calibration.trials import Trials
 from ltm.evaluation.images import load_batches, open_images
+from ltm.evaluation.modes import MODES
+from ltm.evaluation.timing import interleaved
 from ltm.methods import DEFAULT, MethodConfig, methods
 from ltm.models import Network, Say, changed, method_config, open_model, require_least, silent
 from ltm.processes import local_device
 
 DEFAULTS = CalibrateSettings()
+
+_HALVINGS = 5
+_CORRECTIONS = 4
+_CLOSE = 0.97
+"""A time of this share of the budget uses it up."""
 
 
 def calibrate(
@@ -111,14 +115,8 @@ def _searched(calibration: Calibration, images: Tensor) -> CalibrateResult:
             f"time_batch: got {settings.time_batch}, and {len(images)} images; give as many images."
         )
     clock = Clock(calibration.model, images[: settings.time_batch], mode=settings.time_mode)
-    return within_milliseconds(
-        calibration.within,
-        calibration.sketch,
-        clock,
-        original=clock.original,
-        budget_ms=settings.budget_ms,
-        floor=calibration.floor,
-    )
+    budget_ms = settings.budget_ms
+    return within_milliseconds(calibration, clock, original=clock.original, budget_ms=budget_ms)
 
 
 class Calibration:
@@ -147,27 +145,41 @@ class Calibration:
             batch_size=batch_size,
             memory_bytes=settings.memory_bytes,
         )
-        self.on_sequence = _is_sequence(self.trials.planner)
-        kind = SequenceCost if self.on_sequence else CountedCost
+        self._is_sequence = _is_sequence(self.trials.planner)
+        kind = SequenceCost if self._is_sequence else CountedCost
         self.cost = kind(self.trials.planner, self.config)
         self.search = Search(self.trials, self.cost, seed=settings.seed, progress=progress)
+
+    @cached_property
+    def space(self) -> Space:
+        """The schedules to choose from."""
+        if self._is_sequence:
+            return SequenceSpace(self.search, self.settings.sites, self.settings.multiple)
+        return GridSpace(self.search)
+
+    def sketch(self, budget: float) -> MethodConfig | None:
+        """A plausible config within a budget, without trying any."""
+        self.space.budget = budget
+        starts = self.space.starts()
+        return config_of(starts[0], self.config) if starts else None
 
     def within(self, budget: float) -> CalibrateResult:
         """The best schedule within a share of the multiply-adds."""
         if budget == 1:
             return self._result((), budget)
-        if budget < self.floor:
+        space = self.space
+        if budget < space.floor:
             raise ValueError(
                 f"budget: got {budget}; merging tokens cannot bring this network below "
-                f"{self.floor:.3f} of its multiply-adds."
+                f"{space.floor:.3f} of its multiply-adds."
             )
+        space.budget = budget
         self.search.forget()
         uncalibrated, interrupted = None, False
         try:
-            uncalibrated = self._default(budget)
-            space = self._space(budget)
-            for schedule in (*self._without_last(budget), *space.starts()):
-                self._start_from(schedule, budget)
+            uncalibrated = self._start_from_default()
+            for schedule in (*space.without_last(), *space.starts()):
+                self._start_from(schedule)
             self.search.refine(space, self.settings.trials)
         except KeyboardInterrupt:
             self.trials.tidy_()
@@ -183,124 +195,18 @@ class Calibration:
             self.search.best, budget, uncalibrated=uncalibrated, interrupted=interrupted
         )
 
-    def _default(self, budget: float) -> float | None:
+    def _start_from_default(self) -> float | None:
         """Start from the default schedule, as far as it suits; its own divergence."""
-        schedule = self._uncalibrated(budget)
+        schedule = self.space.default(self.space.budget)
         if schedule is None:
             return None
-        suited = self._suited(schedule)
-        if suited is not None:
-            self._start_from(suited, budget)
+        self._start_from(self.space.suited(schedule))
         return self.search.gauge(schedule)
 
-    def _start_from(self, schedule: Schedule, budget: float) -> None:
+    def _start_from(self, schedule: Schedule | None) -> None:
         """Try a schedule, unless it costs too much, as one that lost a site to its levels may."""
-        if self.cost(schedule) <= budget + 1e-9:
+        if schedule is not None and self.cost(schedule) <= self.space.budget + 1e-9:
             self.search.consider(schedule, "start")
-
-    def _without_last(self, budget: float) -> list[Schedule]:
-        """The default schedule of a larger budget, where the last block pays for it."""
-        if not self.on_sequence:
-            return []
-        assert isinstance(self.cost, SequenceCost)
-        last = Setting(self.cost.depth - 1, self.levels[0], self.cost.usual)
-        if self.search.probe((last,)) > HARMLESS:
-            return []
-
-        def default(share: float) -> Schedule | None:
-            sites = tuple(s for s in self._uncalibrated(share) or () if s.block < last.block)
-            suited = self._suited(sites)
-            if not suited or suited[-1].count == last.count:
-                return None
-            return (*suited, last) if len(suited) < self.settings.sites else None
-
-        found = largest_within(default, self.cost, budget)
-        return [] if found is None else [found]
-
-    @cached_property
-    def levels(self) -> list[int]:
-        """The token counts of a sequence to choose from."""
-        assert isinstance(self.cost, SequenceCost)
-        levels = token_levels(self.cost.num_in, self.cost.num_prefix, self.settings.multiple)
-        if not levels:
-            raise ValueError(
-                f"multiple: got {self.settings.multiple}; the network has "
-                f"{self.cost.num_in + self.cost.num_prefix} tokens."
-            )
-        return levels
-
-    @cached_property
-    def frame(self) -> Frame:
-        """The grids to choose from."""
-        return Frame.of(self.trials.planner.layout)
-
-    @cached_property
-    def floor(self) -> float:
-        """The smallest share that merging reaches at all."""
-        if self.on_sequence:
-            assert isinstance(self.cost, SequenceCost)
-            return self.cost((Setting(0, self.levels[0], self.cost.usual),))
-        return self.cost(self.frame.schedule({0: (1, 1)}))
-
-    def sketch(self, budget: float) -> MethodConfig | None:
-        """A plausible config within a budget, without trying any."""
-        starts = self._space(budget).starts()
-        return config_of(starts[0], self.config) if starts else None
-
-    def _uncalibrated(self, budget: float) -> Schedule | None:
-        """What the method does at that ratio by itself, if it can."""
-        config = self.config.scheduled(ratio=budget)
-        try:
-            plan = self.trials.planner.with_config(config).plan()
-        except ValueError:
-            return None
-        return tuple(
-            Setting(
-                site.block,
-                site.grid_out or site.num_out,
-                config.choice_at(site.block) if self.on_sequence else None,
-            )
-            for site in plan.sites
-            if site.merges
-        )
-
-    def _suited(self, schedule: Schedule) -> Schedule | None:
-        """The schedule with counts rounded down to the levels, where that is one to choose."""
-        if not self.on_sequence:
-            return schedule
-        sites: list[Setting] = []
-        for setting in schedule:
-            below = [n for n in self.levels if n <= setting.count]  # pyright: ignore[reportOperatorIssue]
-            if below and (not sites or below[-1] != sites[-1].count):
-                sites.append(dataclasses.replace(setting, count=below[-1]))
-        return tuple(sites) if len(sites) <= self.settings.sites else None
-
-    def _space(self, budget: float) -> Space:
-        if not self.on_sequence:
-            return GridSpace(self.cost, budget, frame=self.frame, points=self._points)
-        assert isinstance(self.cost, SequenceCost)
-        return SequenceSpace(
-            self.cost,
-            budget,
-            levels=self.levels,
-            num_sites=self.settings.sites,
-            sensitivity=self._sensitivity,
-            variants=self._variants,
-        )
-
-    @cached_property
-    def _sensitivity(self) -> Sensitivity:
-        assert isinstance(self.cost, SequenceCost)
-        return probe_blocks(self.search, self.cost)
-
-    @cached_property
-    def _variants(self) -> Variants:
-        assert isinstance(self.cost, SequenceCost)
-        return Variants(self.search, self.cost.num_in, self.config.choices)
-
-    @cached_property
-    def _points(self) -> dict[int, list[Point]]:
-        return probe_grids(self.search, self.frame)
 
     def _result(
         self,
@@ -326,6 +232,118 @@ class Calibration:
             history=tuple(self.search.history),
             interrupted=interrupted,
         )
+
+
+class Clock:
+    """Milliseconds a batch on this device, the original and the merged network in turn.
+
+    Time follows multiply-adds closely where the sites stay few, and not exactly: the share of
+    multiply-adds that takes so long is found by timing sketches, and corrected by timing what the
+    search within it has found.
+    """
+
+    def __init__(
+        self, model: nn.Module, images: Tensor, *, mode: str | None = None, rounds: int = 9
+    ) -> None:
+        parameter = next(model.parameters())
+        self.model, self.rounds = model, rounds
+        self.images = images.to(parameter.device, parameter.dtype)
+        self.mode = mode or ("cudagraph" if parameter.device.type == "cuda" else "eager")
+        if self.mode not in MODES:
+            raise ValueError(f"mode: got {self.mode!r}; choose from {', '.join(MODES)}.")
+        self._original = self._ready(model)
+        self.original = self._times({"original": self._original})["original"]
+
+    def __call__(self, config: MethodConfig) -> float:
+        """The time of a network that merges so, corrected for how fast the device is just now."""
+        merging = copy.deepcopy(self.model)
+        merge_tokens_(merging, config, (self.images.shape[-2], self.images.shape[-1]))
+        calls = {"original": self._original, "merging": self._ready(freeze_(merging))}
+        times = self._times(calls)
+        return times["merging"] / times["original"] * self.original
+
+    def _ready(self, model: nn.Module) -> Callable[[], object]:
+        run = MODES[self.mode](model, self.images)
+        return lambda: run(self.images)
+
+    @torch.no_grad()
+    def _times(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        rounds = interleaved(calls, self.images.device, rounds=self.rounds)
+        return {name: 1e3 * median(times) for name, times in rounds.items()}
+
+
+def within_milliseconds(
+    calibration: Calibration,
+    clock: Callable[[MethodConfig], float],
+    *,
+    original: float,
+    budget_ms: float,
+) -> CalibrateResult:
+    """The best schedule that takes no longer than the budget; `original`: without merging."""
+    if not budget_ms > 0:
+        raise ValueError(f"budget_ms: got {budget_ms}; it must be positive.")
+    if budget_ms >= original:
+        raise ValueError(
+            f"budget_ms: got {budget_ms}; the original takes {original:.2f} ms a batch here, so "
+            "nothing has to merge."
+        )
+    share = _share_for(calibration, clock, budget_ms)
+    tried: list[tuple[float, CalibrateResult]] = []
+    try:
+        tried.extend(_corrections(calibration, clock, budget_ms, share))
+    except KeyboardInterrupt:
+        tried = [(time, replace(found, interrupted=True)) for time, found in tried]
+        if not tried:
+            raise
+    within = [found for time, found in tried if time <= budget_ms]
+    if not within:
+        raise ValueError(
+            f"budget_ms: got {budget_ms}; the fastest that was found takes "
+            f"{min(time for time, _ in tried):.2f} ms a batch here, the original {original:.2f}."
+        )
+    return min(within, key=lambda found: found.divergence)
+
+
+def _corrections(
+    calibration: Calibration,
+    clock: Callable[[MethodConfig], float],
+    budget_ms: float,
+    share: float,
+) -> Iterator[tuple[float, CalibrateResult]]:
+    """What is found within a share, timed, and within shares corrected by that time."""
+    met = 0.0
+    for _ in range(_CORRECTIONS):
+        found = calibration.within(share)
+        time = clock(found.config)
+        yield time, replace(found, milliseconds=time)
+        if found.interrupted or _CLOSE * budget_ms <= time <= budget_ms:
+            return
+        met = max(met, share) if time <= budget_ms else met
+        share *= min(budget_ms / time * 0.99, 1.1)
+        share = min(1.0, max(calibration.space.floor, share))
+        if share <= met:
+            return
+
+
+def _share_for(
+    calibration: Calibration, clock: Callable[[MethodConfig], float], budget_ms: float
+) -> float:
+    """The largest share whose sketch keeps to the time, by halving."""
+    low, high = calibration.space.floor, 1.0
+    fastest = calibration.sketch(min(1.0, 1.02 * low))
+    if fastest is not None and (time := clock(fastest)) > budget_ms:
+        raise ValueError(
+            f"budget_ms: got {budget_ms}; merging tokens cannot go below {time:.2f} ms a batch "
+            "here."
+        )
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        config = calibration.sketch(middle)
+        if config is None or clock(config) > budget_ms:
+            high = middle
+        else:
+            low = middle
+    return low
 
 
 def _is_sequence(planner: Planner) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
+from ltm.adapters.planning import Planner
 from ltm.api import merge_tokens_, save
 from ltm.evaluation.environment import describe
 from ltm.files import write_metrics
@@ -46,6 +47,24 @@ def config_of(schedule: Schedule, base: MethodConfig) -> MethodConfig:
         sites=tuple(setting.block for setting in schedule),
         choices=tuple(setting.choice for setting in schedule),
     )
+
+
+Cost = Callable[[Schedule], float]
+"""Multiply-adds of a schedule, as a share of the original's."""
+
+
+class CountedCost:
+    """The cost of a schedule, counted on `meta`, once."""
+
+    def __init__(self, planner: Planner, config: MethodConfig) -> None:
+        self._planner, self._config = planner, config
+        self._known: dict[Schedule, float] = {}
+
+    def __call__(self, schedule: Schedule) -> float:
+        if schedule not in self._known:
+            plan = self._planner.with_config(config_of(schedule, self._config)).plan()
+            self._known[schedule] = plan.macs_after / plan.macs_before
+        return self._known[schedule]
 
 
 Phase = Literal["sensitivity", "start", "refinement"]

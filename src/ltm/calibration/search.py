@@ -1,23 +1,30 @@
-"""Local search over schedules, racing each against the best so far.
+"""Local search over schedules: how far each takes the outputs from the original's, image by image.
 
 Two schedules see the same images, so their difference is paired and far less noisy than either:
-one that is worse on the first batch by more than the noise is not tried on the others.
+one that is worse on the first batch by more than the noise is not tried on the others. Each
+block's output is kept, by the settings that led to it: a trial starts from the last one that fits.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, cat, nn
 
-from ltm.calibration.costs import Cost
-from ltm.calibration.schedules import Phase, Schedule, Trial
-from ltm.calibration.trials import Trials
+from ltm.adapters.base import Adapter
+from ltm.adapters.planning import Planner
+from ltm.adapters.state import TokenState
+from ltm.calibration.schedules import Cost, Phase, Schedule, Setting, Trial, config_of, counts_of
+from ltm.methods import MethodConfig
 
 Progress = Callable[[Trial], None]
 """Called after every trial."""
@@ -25,17 +32,197 @@ Progress = Callable[[Trial], None]
 _KICKS = 3
 """Steps of a random walk that leads out of a local optimum."""
 
+_Kept = tuple[Any, Any]
+"""A block's output, and what is known about its tokens."""
 
-class Space(Protocol):
-    """Schedules within a budget, and which of them are close to each other."""
 
-    def starts(self) -> list[Schedule]:
-        """Where to begin, the most promising first."""
-        ...
+def kl_divergence(logits: Float[Tensor, "b c"], original: Float[Tensor, "b c"]) -> Tensor:
+    """`KL(original || merged)` of the class probabilities, in nats."""
+    return F.kl_div(
+        logits.float().log_softmax(-1),
+        original.float().log_softmax(-1),
+        reduction="none",
+        log_target=True,
+    ).sum(-1)
 
-    def neighbours(self, schedule: Schedule) -> Iterator[Schedule]:
-        """What is one step away, the most promising first."""
-        ...
+
+def cosine_distance(features: Any, original: Any) -> Tensor:
+    """One less the cosine of features, or of all feature maps of a network side by side."""
+    return 1 - F.cosine_similarity(_flat(features), _flat(original), dim=1)
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Float[Tensor, "b d"]:
+    maps = [features] if isinstance(features, Tensor) else features
+    return cat([one.float().flatten(1) for one in maps], dim=1)
+
+
+class _Memory:
+    """Block outputs by batch and settings; the least recently used go when there are too many."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._kept: OrderedDict[object, _Kept] = OrderedDict()
+        self._used = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def __getitem__(self, key: object) -> _Kept:
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def put(self, key: object, kept: _Kept) -> None:
+        if key in self._kept:
+            return
+        self._kept[key] = kept
+        self._used += kept[0].nbytes
+        while self._used > self.num_bytes:
+            _, (output, _) = self._kept.popitem(last=False)
+            self._used -= output.nbytes
+
+
+class Trials:
+    """Tries schedules on one network and one set of images. The network is a copy of its own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        adapter: Adapter,
+        images: Tensor,
+        config: MethodConfig,
+        *,
+        batch_size: int,
+        memory_bytes: int,
+    ) -> None:
+        self.model, self.adapter, self.config = model.eval(), adapter, config
+        parameter = next(model.parameters())
+        size = (images.shape[-2], images.shape[-1])
+        self.batches = [
+            part.to(parameter.device, parameter.dtype) for part in images.split(batch_size)
+        ]
+        self.planner = Planner(model, adapter, config.scheduled(ratio=1.0), size)
+        with torch.no_grad():
+            self.reference = [model(batch) for batch in self.batches]
+        outputs, classes = self.reference[0], self.planner.layout.num_classes
+        scores = isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] == classes
+        self.divergence = kl_divergence if scores and classes > 1 else cosine_distance
+        self.memory = _Memory(memory_bytes)
+        self.resumes = self._can_resume()
+
+    @property
+    def num_images(self) -> int:
+        """Images altogether."""
+        return sum(len(batch) for batch in self.batches)
+
+    @torch.no_grad()
+    def stream(self, schedule: Schedule) -> Generator[Tensor, None, None]:
+        """The divergence of every image under a schedule, batch by batch. Close it when done."""
+        with self._converted(schedule) as state:
+            for index, reference in enumerate(self.reference):
+                outputs = self._run(schedule, index, state)
+                yield self.divergence(outputs, reference).double().cpu()
+
+    def tidy_(self) -> None:
+        """Leave the network as it was, wherever a trial was interrupted."""
+        for module in self.model.modules():
+            module.__dict__.pop("forward", None)
+        self.adapter.revert_(self.model)
+
+    @contextmanager
+    def _converted(self, schedule: Schedule) -> Iterator[TokenState]:
+        state = TokenState()
+        config = config_of(schedule, self.config)
+        sites = self.planner.with_config(config).sites(counts_of(schedule))
+        self.adapter.convert_(self.model, config, sites, state)
+        try:
+            yield state
+        finally:
+            self.adapter.revert_(self.model)
+
+    def _run(self, schedule: Schedule, index: int, state: TokenState) -> Any:
+        if not self.resumes:
+            return self.model(self.batches[index])
+        units = self._units()
+        ends = [_last_block(unit) for unit in units]
+        keys = [(index, end, tuple(s for s in schedule if s.block <= end)) for end in ends]
+        # The last unit leaves things for the head that are not kept: it always runs.
+        known = [n for n, key in enumerate(keys[:-1]) if key in self.memory]
+        start = known[-1] if known else -1
+        patched: list[nn.Module] = []
+        try:
+            if start >= 0:
+                kept = self.memory[keys[start]]
+                patched += _pass_over_(self.model, units[start], kept, state, ends[start])
+            for number in range(start + 1, len(units)):
+                _remember_(units[number], keys[number], self.memory, state, ends[number])
+                patched.append(units[number])
+            return self.model(self.batches[index])
+        finally:
+            for module in patched:
+                del module.forward
+
+    def _units(self) -> list[nn.Module]:
+        """The modules after which a trial can start: the blocks, or what contains several."""
+        paths = [block.path for block in self.planner.layout.blocks]
+        return self.adapter.units(self.model) or [self.model.get_submodule(path) for path in paths]
+
+    @torch.no_grad()
+    def _can_resume(self) -> bool:
+        """Whether starting in the middle gives the same; networks with other habits start over."""
+        self.resumes = True
+        with self._converted(()) as state:
+            first = self._run((), 0, state)
+            try:
+                again = self._run((), 0, state)
+            except (RuntimeError, ValueError, TypeError, AssertionError):
+                return False
+        reference = self.reference[0]
+        close = self.divergence(first, reference).abs().max() < 1e-3
+        return bool(close and self.divergence(again, first).abs().max() < 1e-5)
+
+
+def _last_block(unit: nn.Module) -> int:
+    """The last of the network's blocks that belong to a unit."""
+    slots: list[Any] = [getattr(module, "slot", None) for module in unit.modules()]
+    return max(slot.index for slot in slots if slot is not None)
+
+
+def _pass_over_(
+    model: nn.Module, unit: nn.Module, kept: _Kept, state: TokenState, end: int
+) -> list[nn.Module]:
+    """Make a unit give what it gave before, and everything before it pass its input on."""
+    output, tokens = kept
+    path = next(name for name, module in model.named_modules() if module is unit).split(".")
+    before: list[nn.Module] = []
+    for depth in range(1, len(path)):
+        parent = model.get_submodule(".".join(path[:depth]))
+        names = [name for name, _ in parent.named_children()]
+        before += [parent.get_submodule(n) for n in names[: names.index(path[depth])]]
+
+    def give(*_args: object, **_options: object) -> Any:
+        state.leave(end, tokens)
+        return output
+
+    for module in before:
+        module.forward = _pass_on
+    unit.forward = give
+    return [*before, unit]
+
+
+def _pass_on(x: Any, *_args: object, **_options: object) -> Any:
+    return x
+
+
+def _remember_(unit: nn.Module, key: object, memory: _Memory, state: TokenState, end: int) -> None:
+    """Make a unit keep what it gives."""
+    forward = unit.forward
+
+    def run(*args: Any, **options: Any) -> Any:
+        output = forward(*args, **options)
+        memory.put(key, (output, state.left_by(end)))
+        return output
+
+    unit.forward = run
 
 
 class Search:
@@ -141,3 +328,49 @@ class Search:
         )
         self.history.append(trial)
         self.progress(trial)
+
+
+class Space(ABC):
+    """Schedules within a budget, and which of them are close to each other."""
+
+    budget = 1.0
+
+    def __init__(self, search: Search) -> None:
+        self.search, self.cost = search, search.cost
+
+    @property
+    @abstractmethod
+    def floor(self) -> float:
+        """The smallest share that merging reaches at all."""
+
+    @abstractmethod
+    def starts(self) -> list[Schedule]:
+        """Where to begin, the most promising first."""
+
+    @abstractmethod
+    def neighbours(self, schedule: Schedule) -> Iterator[Schedule]:
+        """What is one step away, the most promising first."""
+
+    def default(self, share: float) -> Schedule | None:
+        """What the method does at a ratio by itself, if it can."""
+        trials = self.search.trials
+        config = trials.config.scheduled(ratio=share)
+        try:
+            sites = trials.planner.with_config(config).plan().sites
+        except ValueError:
+            return None
+        return tuple(
+            Setting(site.block, site.num_out, config.choice_at(site.block))
+            if site.grid_out is None
+            else Setting(site.block, site.grid_out)
+            for site in sites
+            if site.merges
+        )
+
+    def suited(self, schedule: Schedule) -> Schedule | None:
+        """The nearest schedule of this space, if there is one; it may cost too much."""
+        return schedule
+
+    def without_last(self) -> list[Schedule]:
+        """The default schedule of a larger budget, where the last block pays for it."""
+        return []

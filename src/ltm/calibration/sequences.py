@@ -2,6 +2,13 @@
 
 How much a network minds merging at each block is the map that the search starts from: the
 divergences of single blocks nearly add up, so they tell which schedules are worth trying.
+
+Costs are a polynomial: attention costs `a n + b n^2` multiply-adds in the tokens that enter a
+block, the MLP `c n` in those that leave the merge, and a merge itself `d + e n + f n^2`, depending
+on what it does: an alternate matching of which half leave at most compares a quarter of the pairs.
+The coefficients are fitted to a few counts on `meta`, and tried on another.
+
+Letters: n tokens with their prefix.
 """
 
 from __future__ import annotations
@@ -10,24 +17,178 @@ import dataclasses
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ltm.calibration.costs import SequenceCost
-from ltm.calibration.schedules import Schedule, Setting
-from ltm.calibration.search import Search
+from ltm.adapters.planning import Planner
+from ltm.calibration.schedules import CountedCost, Schedule, Setting
+from ltm.calibration.search import Search, Space
+from ltm.methods.base import MethodConfig
 
-LEAVING = (0.1, 0.25, 0.5, 0.75, 0.9)
+_TOLERANCE = 1e-9
+"""How far, as a share, a fitted cost may be from what is counted."""
+
+_LEAVING = (0.1, 0.25, 0.5, 0.75, 0.9)
 """The shares of tokens whose leaving is tried at every block."""
+
+_HOPELESS = 0.5
+"""A divergence beyond which a block is not asked to give up still more tokens."""
+
+_PROBE = 0.25
+"""The share of tokens whose leaving tells the choices of a block apart."""
+
+_WORTH_TRYING = 1.25
+"""Choices that did worse than the usual one by more than this factor are left out."""
+
+_HARMLESS = 1e-7
+"""A divergence that makes no difference, nor do choices then.
+
+Where the head reads the class token alone, the last block's patches are of no use once they were
+attended to: letting them go there is harmless.
+"""
+
+_CLOSE = 0.01
+"""How closely a start is fitted to the budget; the search does the rest."""
 
 _TINY = 1e-9
 
 
+class SequenceCost:
+    """The fitted polynomial of a network on one sequence, block by block.
+
+    Where it does not give what is counted, schedules are counted: far slower, but right.
+    """
+
+    def __init__(self, planner: Planner, config: MethodConfig) -> None:
+        (run,) = planner.layout.runs
+        self.num_in, self.depth = run.num_in, len(run.blocks)
+        self.num_prefix = planner.layout.num_prefix
+        self._counted = CountedCost(planner, config)
+        self.choices: tuple[Hashable, ...] = config.choices
+        self.usual = self.choices[0]
+        self._kinds = self._kinds_of(self.choices)
+        self._num_kinds = 1 + max(self._kinds.values())
+        self._alternates = False
+        if not self._fit():
+            self._alternates = True
+            self._fit()
+
+    def _fit(self) -> bool:
+        """Find the coefficients; whether they give what is counted."""
+        self._known: dict[tuple[int, int, int | None], float] = {}
+        samples = list(self._samples())
+        table = torch.stack([self._terms(schedule) for schedule in samples])
+        scale = table.amax(dim=0).clamp_min(1)
+        shares = torch.tensor([self._counted(s) for s in samples], dtype=torch.float64)
+        solution = torch.linalg.lstsq(table / scale, shares, driver="gelsd").solution
+        self._values: list[float] = (solution / scale).tolist()
+        known = (*samples, self._held_out())
+        self.exact = all(abs(self._fitted(s) - self._counted(s)) < _TOLERANCE for s in known)
+        return self.exact
+
+    def _kinds_of(self, choices: Sequence[Hashable]) -> dict[Hashable, int]:
+        """The kind of every choice: choices whose merges cost the same are of one kind."""
+        kinds: dict[Hashable, int] = {}
+        costs: list[float] = []
+        for choice in choices:
+            cost = self._counted((self._placed((choice, 7), self.depth - 1, self.num_in),))
+            if cost not in costs:
+                costs.append(cost)
+            kinds[choice] = costs.index(cost)
+        return kinds
+
+    def __call__(self, schedule: Schedule) -> float:
+        return self._fitted(schedule) if self.exact else self._counted(schedule)
+
+    def block(self, before: int, after: int, kind: int | None = None) -> float:
+        """One block: attention on the tokens before, the MLP on those after, the merge between."""
+        key = before, after, kind
+        if key not in self._known:
+            self._known[key] = sum(self._values[i] * term for i, term in self._block_terms(*key))
+        return self._known[key]
+
+    def _block_terms(self, before: int, after: int, kind: int | None) -> list[tuple[int, int]]:
+        """What a block's coefficients are multiplied with, each with its place."""
+        n, p = before + self.num_prefix, after + self.num_prefix
+        terms = [(1, n), (2, n * n), (3, p)]
+        if kind is None:
+            return terms
+        # An alternate matching compares even patches with odd ones, until more than half leave.
+        half = before // 2
+        alternates = self._alternates and before - after <= half
+        start = 4 + 3 * (kind + alternates * self._num_kinds)
+        compared = half * (before - half) if alternates else n * n
+        return [*terms, (start, 1), (start + 1, n), (start + 2, compared)]
+
+    def _fitted(self, schedule: Schedule) -> float:
+        return self._values[0] + sum(self.block(*step) for step in self._steps(schedule))
+
+    def _steps(self, schedule: Schedule) -> Iterator[tuple[int, int, int | None]]:
+        """Of every block: the tokens before and after it, and the kind of its merge."""
+        counts = {s.block: _count(s) for s in schedule}
+        kinds = {s.block: self._kinds[s.choice] for s in schedule}
+        left = self.num_in
+        for block in range(self.depth):
+            after = counts.get(block, left)
+            yield left, after, kinds.get(block)
+            left = after
+
+    def _terms(self, schedule: Schedule) -> Tensor:
+        """What each coefficient is multiplied with."""
+        terms = torch.zeros(4 + 3 * len(self._ways()), dtype=torch.float64)
+        terms[0] = 1
+        for step in self._steps(schedule):
+            for place, term in self._block_terms(*step):
+                terms[place] += term
+        return terms
+
+    def _ways(self) -> list[tuple[Hashable, int]]:
+        """All that costs differently: a choice of each kind, and the eighths of tokens that stay.
+
+        The cheapest is last.
+        """
+        firsts = {kind: choice for choice, kind in reversed(self._kinds.items())}
+        choices = [firsts[kind] for kind in range(self._num_kinds)]
+        apart = choices if self._alternates else []
+        return [*((choice, 3) for choice in choices), *((choice, 7) for choice in apart)]
+
+    def _samples(self) -> Iterator[Schedule]:
+        """Schedules that tell the coefficients apart: every way at three numbers of tokens."""
+        last, (lead, _) = self.depth - 1, self._ways()[self._num_kinds - 1]
+        yield ()
+        yield (self._placed((lead, 7), last, self.num_in),)
+        for way in self._ways():
+            yield (self._placed(way, last, self.num_in),)
+        leads = (4, 5, 6) if self._alternates else (4, 6)
+        for eighths in leads if last > 0 else ():
+            first = self._placed((lead, eighths), 0, self.num_in)
+            yield (first,)
+            for way in self._ways():
+                yield first, self._placed(way, last, _count(first))
+
+    def _held_out(self) -> Schedule:
+        """A schedule of all ways, as far as there are blocks and tokens, unlike the samples."""
+        sites: list[Setting] = []
+        ways, left = self._ways()[-self.depth :], self.num_in
+        for index, way in enumerate(reversed(ways)):
+            site = self._placed(way, index * self.depth // len(ways), left)
+            if site.count == left:
+                break
+            sites.append(site)
+            left = _count(site)
+        return tuple(sites)
+
+    def _placed(self, way: tuple[Hashable, int], block: int, before: int) -> Setting:
+        choice, eighths = way
+        return Setting(block, max(1, before * eighths // 8), choice)
+
+
 @dataclass(frozen=True)
-class Sensitivity:
+class _Sensitivity:
     """The divergence that merging at one block alone makes, by the tokens it leaves."""
 
     num_in: int
@@ -47,21 +208,12 @@ class Sensitivity:
         slope = math.log(d1 / d0) / math.log(n1 / n0)
         return d1 * (leaving / n1) ** slope
 
-    def of(self, schedule: Schedule) -> float:
-        """What sites add up to, each beyond what the tokens before it have cost already."""
-        total, before = 0.0, self.num_in
-        for setting in schedule:
-            assert isinstance(setting.count, int)
-            total += self.step(setting.block, before, setting.count)
-            before = setting.count
-        return total
-
     def step(self, block: int, before: int, count: int) -> float:
         """Going on from `before` tokens to `count` at a block."""
         return max(0.0, self.at(block, count) - self.at(block, before))
 
 
-class Programme:
+class _Programme:
     """Chooses sites and counts by the sensitivities: a shortest path through the blocks.
 
     A price on multiply-adds makes the choice separable, block by block; the price is raised until
@@ -69,7 +221,7 @@ class Programme:
     """
 
     def __init__(
-        self, sensitivity: Sensitivity, cost: SequenceCost, levels: Sequence[int], num_sites: int
+        self, sensitivity: _Sensitivity, cost: SequenceCost, levels: Sequence[int], num_sites: int
     ) -> None:
         self.depth, self.num_sites, self.usual = cost.depth, num_sites, cost.usual
         self.levels = [cost.num_in, *sorted(set(levels) - {cost.num_in}, reverse=True)]
@@ -143,107 +295,93 @@ def _table(values: list[list[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-HOPELESS = 0.5
-"""A divergence beyond which a block is not asked to give up still more tokens."""
-
-_PROBE = 0.25
-"""The share of tokens whose leaving tells the choices of a block apart."""
-
-_WORTH_TRYING = 1.25
-"""Choices that did worse than the usual one by more than this factor are left out."""
-
-HARMLESS = 1e-7
-"""A divergence that makes no difference, nor do choices then.
-
-Where the head reads the class token alone, the last block's patches are of no use once they were
-attended to: letting them go there is harmless.
-"""
-
-_CLOSE = 0.01
-"""How closely a start is fitted to the budget; the search does the rest."""
-
-
-def probe_blocks(search: Search, cost: SequenceCost) -> Sensitivity:
-    """Ask every block how much it minds that tokens leave."""
-    num_in = cost.num_in
-    curves: dict[int, list[tuple[int, float]]] = {}
-    for block in range(cost.depth):
-        curves[block] = []
-        for share in LEAVING:
-            leaving = max(1, min(num_in - 1, round(share * num_in)))
-            divergence = search.probe((Setting(block, num_in - leaving, cost.usual),))
-            curves[block].append((leaving, divergence))
-            if divergence > HOPELESS:
-                break
-    return Sensitivity(num_in, curves)
-
-
-def largest_within(
-    plan: Callable[[float], Schedule | None], cost: SequenceCost, budget: float
-) -> Schedule | None:
-    """Of schedules that are planned for some share, the largest whose own cost is in the budget.
-
-    Small shares may have no plan: larger ones have fewer sites.
-    """
-    found: Schedule | None = None
-    low, high = budget, 1.0
-    while high - low > _CLOSE:
-        middle = (low + high) / 2
-        schedule = plan(middle)
-        if schedule is None or cost(schedule) <= budget:
-            found, low = schedule or found, middle
-        else:
-            high = middle
-    return found
-
-
-class Variants:
-    """How good a method's choices are at each block, as factors of the usual one's divergence.
-
-    Only blocks that are asked for are probed.
-    """
-
-    def __init__(self, search: Search, num_in: int, choices: Sequence[Hashable]) -> None:
-        self._search, self._num_in = search, num_in
-        self.usual, *self._others = choices
-        self._known: dict[int, dict[Hashable, float]] = {}
-
-    def at(self, block: int) -> dict[Hashable, float]:
-        """The factors at a block; only the usual one where nothing makes a difference."""
-        if block not in self._known:
-            count = self._num_in - max(1, round(_PROBE * self._num_in))
-            usual = self._search.probe((Setting(block, count, self.usual),))
-            self._known[block] = {self.usual: 1.0}
-            for choice in self._others if usual > HARMLESS else ():
-                divergence = self._search.probe((Setting(block, count, choice),))
-                self._known[block][choice] = divergence / usual
-        return self._known[block]
-
-
-class SequenceSpace:
+class SequenceSpace(Space):
     """Schedules of at most so many sites whose counts are among some levels."""
 
-    def __init__(
-        self,
-        cost: SequenceCost,
-        budget: float,
-        *,
-        levels: Sequence[int],
-        num_sites: int,
-        sensitivity: Sensitivity,
-        variants: Variants,
-    ) -> None:
-        self.cost, self.budget, self.num_sites = cost, budget, num_sites
-        self.levels = sorted(level for level in levels if level < cost.num_in)
-        self.sensitivity, self.variants = sensitivity, variants
+    cost: SequenceCost
+
+    def __init__(self, search: Search, num_sites: int, multiple: int | None) -> None:
+        super().__init__(search)
+        self.num_sites = num_sites
+        self.levels = token_levels(self.cost.num_in, self.cost.num_prefix, multiple)
+        """The token counts to choose from."""
+        if not self.levels:
+            raise ValueError(
+                f"multiple: got {multiple}; the network has "
+                f"{self.cost.num_in + self.cost.num_prefix} tokens."
+            )
+        self._known_factors: dict[int, dict[Hashable, float]] = {}
+
+    @property
+    def floor(self) -> float:
+        return self.cost((Setting(0, self.levels[0], self.cost.usual),))
 
     def starts(self) -> list[Schedule]:
         """What the sensitivities suggest, for each number of sites."""
-        programme = Programme(self.sensitivity, self.cost, self.levels, self.num_sites)
+        programme = _Programme(self._sensitivity, self.cost, self.levels, self.num_sites)
         found = [
             programme.best(self.budget, num_sites) for num_sites in range(self.num_sites, 0, -1)
         ]
         return [self._fitted(schedule) or schedule for schedule in found if schedule]
+
+    def suited(self, schedule: Schedule) -> Schedule | None:
+        """The schedule with counts rounded down to the levels, where its sites are few enough."""
+        sites: list[Setting] = []
+        for setting in schedule:
+            below = [n for n in self.levels if n <= _count(setting)]
+            if below and (not sites or below[-1] != sites[-1].count):
+                sites.append(dataclasses.replace(setting, count=below[-1]))
+        return tuple(sites) if len(sites) <= self.num_sites else None
+
+    def without_last(self) -> list[Schedule]:
+        last = Setting(self.cost.depth - 1, self.levels[0], self.cost.usual)
+        if self.search.probe((last,)) > _HARMLESS:
+            return []
+        found: list[Schedule] = []
+        low, high = self.budget, 1.0
+        while high - low > _CLOSE:
+            middle = (low + high) / 2
+            sites = tuple(s for s in self.default(middle) or () if s.block < last.block)
+            suited = self.suited(sites)
+            # Small shares may have no plan: larger ones have fewer sites.
+            if not suited or suited[-1].count == last.count or len(suited) >= self.num_sites:
+                low = middle
+            elif self.cost((*suited, last)) <= self.budget:
+                found, low = [(*suited, last)], middle
+            else:
+                high = middle
+        return found
+
+    @cached_property
+    def _sensitivity(self) -> _Sensitivity:
+        """How much every block minds that tokens leave."""
+        num_in = self.cost.num_in
+        curves: dict[int, list[tuple[int, float]]] = {}
+        for block in range(self.cost.depth):
+            curves[block] = []
+            for share in _LEAVING:
+                leaving = max(1, min(num_in - 1, round(share * num_in)))
+                divergence = self._probe(block, leaving, self.cost.usual)
+                curves[block].append((leaving, divergence))
+                if divergence > _HOPELESS:
+                    break
+        return _Sensitivity(num_in, curves)
+
+    def _factors(self, block: int) -> dict[Hashable, float]:
+        """How good choices are at a block, as factors of the usual one's divergence.
+
+        Only the usual one where nothing makes a difference.
+        """
+        if block not in self._known_factors:
+            leaving = max(1, round(_PROBE * self.cost.num_in))
+            usual = self._probe(block, leaving, self.cost.usual)
+            factors = self._known_factors[block] = {self.cost.usual: 1.0}
+            for choice in self.cost.choices[1:] if usual > _HARMLESS else ():
+                factors[choice] = self._probe(block, leaving, choice) / usual
+        return self._known_factors[block]
+
+    def _probe(self, block: int, leaving: int, choice: Hashable) -> float:
+        return self.search.probe((Setting(block, self.cost.num_in - leaving, choice),))
 
     def neighbours(self, schedule: Schedule) -> Iterator[Schedule]:
         """Move tokens from site to site, move, add or drop a site, or merge another way."""
@@ -251,18 +389,17 @@ class SequenceSpace:
             (*self._shifts(schedule), *self._moves(schedule), *self._swaps(schedule))
         )
         found.pop(schedule, None)
-        yield from sorted(found, key=self.expected)
+        yield from sorted(found, key=self._expected)
 
-    def expected(self, schedule: Schedule) -> float:
+    def _expected(self, schedule: Schedule) -> float:
         """The divergence that the sensitivities add up to."""
         total, before = 0.0, self.cost.num_in
         for setting in schedule:
-            assert isinstance(setting.count, int)
-            step = self.sensitivity.step(setting.block, before, setting.count)
-            if setting.choice != self.variants.usual:
-                step *= self.variants.at(setting.block).get(setting.choice, 1.0)
+            step = self._sensitivity.step(setting.block, before, _count(setting))
+            if setting.choice != self.cost.usual:
+                step *= self._factors(setting.block).get(setting.choice, 1.0)
             total += step
-            before = setting.count
+            before = _count(setting)
         return total
 
     def _shifts(self, schedule: Schedule) -> Iterator[Schedule]:
@@ -308,12 +445,12 @@ class SequenceSpace:
         between = [level for level in self.levels if least < level < most]
         if not between:
             return None
-        return (*schedule, Setting(block, between[len(between) // 2], self.variants.usual))
+        return (*schedule, Setting(block, between[len(between) // 2], self.cost.usual))
 
     def _swaps(self, schedule: Schedule) -> Iterator[Schedule]:
         """A site merges another way, if that is any good there."""
         for index, setting in enumerate(schedule):
-            for choice, factor in self.variants.at(setting.block).items():
+            for choice, factor in self._factors(setting.block).items():
                 if factor <= _WORTH_TRYING:
                     changed = _replaced(schedule, index, choice=choice)
                     fitted = self._fit(changed, index)
@@ -323,7 +460,7 @@ class SequenceSpace:
     def _fitted(self, schedule: Schedule) -> Schedule | None:
         """Let the site that is best for it make up for what is left of the budget, or missing."""
         fits = [self._fit(schedule, index) for index in range(len(schedule))]
-        return min((fit for fit in fits if fit is not None), key=self.expected, default=None)
+        return min((fit for fit in fits if fit is not None), key=self._expected, default=None)
 
     def _fit(self, schedule: Schedule, index: int) -> Schedule | None:
         """Let one site keep as many tokens as the budget allows."""
