@@ -10,20 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ltm
-from ltm.adapters.base import (
-    Adapter,
-    Block,
-    Layout,
+from ltm.adapters.base import Adapter, Block, Layout, Run, register, unregister
+from ltm.adapters.blocks import (
     MergingMixin,
-    Run,
+    TokenState,
     become_,
     convert_block_,
     make_slots,
-    register,
     revert_block_,
-    unregister,
 )
-from ltm.adapters.state import TokenState
 from ltm.api import report
 from ltm.data.config import DataConfig
 from ltm.data.shapes import example_pictures

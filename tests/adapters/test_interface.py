@@ -15,7 +15,7 @@ from torch import nn
 
 import ltm
 from ltm import zoo
-from ltm.adapters.base import _taken_up
+from ltm.adapters.blocks import _taken_up
 from ltm.adapters.grids import SizedPool
 from ltm.api import merging_off, set_ratio_, watching
 from ltm.methods import methods

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ltm.adapters.base import Conversion, adapter_of, become_, select_adapter
+from ltm.adapters.base import Conversion, adapter_of, select_adapter
+from ltm.adapters.blocks import TokenState, become_
 from ltm.adapters.planning import Planner, require_macs
-from ltm.adapters.state import TokenState
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.core.patches import embed_by_convolution_
 from ltm.methods.base import Merger, MethodConfig

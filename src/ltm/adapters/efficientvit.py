@@ -17,29 +17,23 @@ from timm.models.efficientvit_mit import (
 )
 from torch import Tensor, nn
 
-from ltm.adapters.base import (
-    Adapter,
-    Block,
-    Layout,
+from ltm.adapters.base import Layout, Run, observed_shapes, register
+from ltm.adapters.blocks import (
     MergingMixin,
-    Run,
     Slot,
+    TokenState,
     convert_block_,
     make_slots,
-    observed_shapes,
-    register,
     revert_block_,
-    starts_of,
 )
 from ltm.adapters.grids import (
+    GridAdapter,
     MergingGridModel,
-    classes_of,
-    convert_model_,
+    blocks_by_width,
     map_to_tokens,
-    revert_model_,
+    starts_of,
     tokens_to_map,
 )
-from ltm.adapters.state import TokenState
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -68,11 +62,8 @@ class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
         tokens = self.entering(x)
         z = self.context_module(x)
         grid = (z.shape[2], z.shape[3])
-        keeps_grid = self.merger is None or self.merger.keeps_grid
-        merged, tokens, merge = self.merge(
-            map_to_tokens(z), tokens, grid=grid if keeps_grid else None
-        )
-        if merge is not None and not keeps_grid:
+        merged, tokens, merge = self.merge(map_to_tokens(z), tokens, grid=grid)
+        if merge is not None and not self.keeps_grid:
             return self.local_on_merged(merged, merge, grid)
         if merge is not None:
             grid = cast("Grid", tokens.grid)
@@ -123,65 +114,39 @@ class MergingEfficientVitLarge(MergingGridModel, EfficientVitLarge):
     """A converted `EfficientVitLarge`."""
 
 
-_CLASSES: dict[type, type] = {
-    EfficientVit: MergingEfficientVit,
-    EfficientVitLarge: MergingEfficientVitLarge,
-}
-
-
-def efficientvit_blocks(model: nn.Module) -> list[tuple[str, EfficientVitBlock]]:
-    """All transformer blocks with their paths, in the order in which they run."""
-    return [(n, m) for n, m in model.named_modules() if isinstance(m, EfficientVitBlock)]
-
-
 @register
-class EfficientViTAdapter(Adapter):
+class EfficientViTAdapter(GridAdapter):
     """timm's `EfficientVit` and `EfficientVitLarge`, whole or as feature extractors."""
 
     family: ClassVar[str] = "efficientvit"
     hosts: ClassVar[tuple[type[nn.Module], ...]] = (EfficientVitBlock,)
     covers: ClassVar[str] = "EfficientViT (timm efficientvit_b*, efficientvit_l*)"
-
-    def refusal(self, model: nn.Module) -> str | None:
-        return None
+    models: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {
+        EfficientVit: MergingEfficientVit,
+        EfficientVitLarge: MergingEfficientVitLarge,
+    }
+    merging: ClassVar[type[nn.Module]] = MergingEfficientVitBlock
 
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
-        found = efficientvit_blocks(model)
-        shapes = observed_shapes(model, [block for _, block in found], image_size)
-        widths = [shape[1] for shape in shapes]
-        blocks = tuple(
-            Block(path, block, width, sorted(set(widths)).index(width))
-            for (path, block), width in zip(found, widths, strict=True)
-        )
-        runs = tuple(
-            Run(shape[2] * shape[3], (shape[2], shape[3]), (index,))
-            for index, shape in enumerate(shapes)
-        )
-        classes = classes_of(model, _CLASSES)
-        return Layout(blocks, 0, classes, runs, runs[0].grid)
+        found = self.units(model)
+        blocks = blocks_by_width(model, found, [_width(block) for block in found])
+        grids = [(shape[2], shape[3]) for shape in observed_shapes(model, found, image_size)]
+        runs = tuple(Run(h * w, (h, w), (index,)) for index, (h, w) in enumerate(grids))
+        return Layout(blocks, 0, self.num_classes(model), runs, grids[0])
 
-    def convert_(
-        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    def convert_units_(
+        self, units: list[Any], config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        blocks: list[Any] = [block for _, block in efficientvit_blocks(model)]
-        starts = starts_of([_width(block) for block in blocks], config)
-        for block, slot in zip(blocks, make_slots(config, sites, state, starts), strict=True):
+        starts = starts_of([_width(block) for block in units], config)
+        for block, slot in zip(units, make_slots(config, sites, state, starts), strict=True):
             attention = cast("LiteMLA", block.context_module.main)
             attention.kernel_func = SizedKernel(attention.kernel_func, slot)
             convert_block_(block, config, slot, MergingEfficientVitBlock, attention.qkv.conv)
-        convert_model_(model, state, _CLASSES)
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return [block for _, block in efficientvit_blocks(model)]
-
-    def revert_(self, model: nn.Module) -> None:
-        for _, block in efficientvit_blocks(model):
-            if not isinstance(block, MergingEfficientVitBlock):
-                continue
-            attention = cast("LiteMLA", block.context_module.main)
-            attention.kernel_func = cast("SizedKernel", attention.kernel_func).kernel
-            revert_block_(block, EfficientVitBlock, attention.qkv.conv)
-        revert_model_(model, _CLASSES)
+    def revert_unit_(self, unit: Any) -> None:
+        attention = cast("LiteMLA", unit.context_module.main)
+        attention.kernel_func = cast("SizedKernel", attention.kernel_func).kernel
+        revert_block_(unit, EfficientVitBlock, attention.qkv.conv)
 
 
 def _width(block: Any) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,11 @@ from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
 from timm.models._features import FeatureListNet, feature_take_indices
 from torch import Tensor, nn
 
-from ltm.adapters.base import become_
+from ltm.adapters.base import Adapter, Block
+from ltm.adapters.blocks import Tokens, TokenState, become_, require_sizes
 from ltm.adapters.conversion import Resizable
-from ltm.adapters.state import Tokens, TokenState, require_sizes
 from ltm.core.schedule import Grid
+from ltm.methods.base import MethodConfig, Site
 
 SMALL_MAP = 64
 """Sides up to which products stretch a map faster than torch's own kernel on a GPU."""
@@ -80,9 +82,7 @@ def restore_maps(
 
     def restore(feature: Tensor, reduction: int) -> Tensor:
         nominal = [-(-side // reduction) for side in image]
-        if list(feature.shape[-2:]) == nominal:
-            return feature
-        return stretch(feature, nominal)
+        return feature if list(feature.shape[-2:]) == nominal else stretch(feature, nominal)
 
     if channels_last:
         moved = [feature.permute(0, 3, 1, 2) for feature in maps]
@@ -113,7 +113,7 @@ class MergingGridModel(Resizable):
     def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
         """As for all networks; a new pool knows sizes too."""
         super().reset_classifier(num_classes, *args, **options)
-        size_pools_(self, self.token_state)
+        _size_pools_(self, self.token_state)
 
     def forward_intermediates(
         self, x: Tensor, indices: int | list[int] | None = None, *args: Any, **options: Any
@@ -155,23 +155,7 @@ def shrunk_maps(network: nn.Module, x: Tensor) -> list[Tensor]:
     return network(x)
 
 
-def classes_of(model: nn.Module, hosts: dict[type, type]) -> int:
-    """The classes of a network, also inside another module; feature extractors have none."""
-    found = (module for module in model.modules() if isinstance(module, tuple(hosts)))
-    return int(getattr(next(found, model), "num_classes", 0) or 0)
-
-
-def convert_model_(model: nn.Module, state: TokenState, classes: dict[type, type]) -> None:
-    """The parts of a grid network that are no blocks: its class, and the pool of its head."""
-    merging = {**classes, FeatureListNet: MergingFeatures}
-    for module in model.modules():
-        if type(module) in merging:
-            become_(module, merging[type(module)])
-            cast("Any", module).token_state = state
-    size_pools_(model, state)
-
-
-def size_pools_(model: nn.Module, state: TokenState) -> None:
+def _size_pools_(model: nn.Module, state: TokenState) -> None:
     """Let the pools of a network weigh tokens by size."""
     for module in model.modules():
         if type(module) is SelectAdaptivePool2d:
@@ -179,13 +163,74 @@ def size_pools_(model: nn.Module, state: TokenState) -> None:
             cast("SizedPool", module).state = state
 
 
-def revert_model_(model: nn.Module, classes: dict[type, type]) -> None:
-    """Undo `convert_model_`."""
-    hosts = {merging: host for host, merging in classes.items()} | {MergingFeatures: FeatureListNet}
-    for module in model.modules():
-        if type(module) in hosts:
-            module.__dict__.pop("token_state", None)
-            become_(module, hosts[type(module)])
-        elif type(module) is SizedPool:
-            del module.state
-            become_(module, SelectAdaptivePool2d)
+class GridAdapter(Adapter):
+    """A family whose networks work on maps. Its units are the host's blocks, `hosts`."""
+
+    models: ClassVar[dict[type[nn.Module], type[nn.Module]]]
+    """What its networks become."""
+    merging: ClassVar[type[nn.Module]]
+    """What its units become."""
+
+    @abstractmethod
+    def convert_units_(
+        self, units: list[Any], config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        """Turn every unit into a merging one."""
+
+    @abstractmethod
+    def revert_unit_(self, unit: Any) -> None:
+        """Give a converted unit back."""
+
+    def refusal(self, model: nn.Module) -> str | None:
+        return None
+
+    def units(self, model: nn.Module) -> list[Any]:
+        return [module for module in model.modules() if isinstance(module, self.hosts)]
+
+    def num_classes(self, model: nn.Module) -> int:
+        """The classes of a network, also inside another module; feature extractors have none."""
+        found = (module for module in model.modules() if isinstance(module, tuple(self.models)))
+        return int(getattr(next(found, model), "num_classes", 0) or 0)
+
+    def convert_(
+        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        self.convert_units_(self.units(model), config, sites, state)
+        merging = {**self.models, FeatureListNet: MergingFeatures}
+        for module in model.modules():
+            if type(module) in merging:
+                become_(module, merging[type(module)])
+                cast("Any", module).token_state = state
+        _size_pools_(model, state)
+
+    def revert_(self, model: nn.Module) -> None:
+        for unit in self.units(model):
+            if isinstance(unit, self.merging):
+                self.revert_unit_(unit)
+        hosts = {merging: host for host, merging in self.models.items()}
+        hosts |= {MergingFeatures: FeatureListNet}
+        for module in model.modules():
+            if type(module) in hosts:
+                module.__dict__.pop("token_state", None)
+                become_(module, hosts[type(module)])
+            elif type(module) is SizedPool:
+                del module.state
+                become_(module, SelectAdaptivePool2d)
+
+
+def blocks_by_width(
+    model: nn.Module, modules: Sequence[nn.Module], widths: Sequence[int]
+) -> tuple[Block, ...]:
+    """The blocks of a network, each stage of which has a width of its own."""
+    paths = {module: path for path, module in model.named_modules()}
+    stages = sorted(set(widths))
+    return tuple(
+        Block(paths[module], module, width, stages.index(width))
+        for module, width in zip(modules, widths, strict=True)
+    )
+
+
+def starts_of(widths: Sequence[int], config: MethodConfig) -> list[bool]:
+    """The first block of each stage (each has a width of its own); all, if grids are restored."""
+    before = [None, *widths[:-1]]
+    return [a != b or not config.keeps_grid() for a, b in zip(widths, before, strict=True)]

@@ -16,27 +16,17 @@ from timm.models.vision_transformer import Block as HostBlock
 from torch import Tensor, nn
 
 from ltm import kernels
-from ltm.adapters.base import (
-    Adapter,
-    Block,
-    Layout,
+from ltm.adapters.base import Block, Layout, Run, observed_shapes, register
+from ltm.adapters.blocks import (
     MergingMixin,
-    Run,
+    Tokens,
+    TokenState,
     become_,
     convert_block_,
     make_slots,
-    observed_shapes,
-    register,
     revert_block_,
 )
-from ltm.adapters.grids import (
-    MergingGridModel,
-    classes_of,
-    convert_model_,
-    revert_model_,
-    stretch,
-)
-from ltm.adapters.state import Tokens, TokenState
+from ltm.adapters.grids import GridAdapter, MergingGridModel, stretch
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -84,7 +74,8 @@ class MergingLayer(MergingMixin, HostBlock):
             self.attn, self.norm1(x), size, mask=attn_mask, is_causal=is_causal
         )
         z = x + self.drop_path1(self.ls1(attended))
-        z = self.merge_pixels(z, tokens)
+        patches, _, merge = self.merge(pixels_to_patches(z, self.area), tokens, grid=tokens.grid)
+        z = z if merge is None else patches_to_pixels(patches, self.area)
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
 
     def of_pixels(self, size: Tensor | None) -> Tensor | None:
@@ -92,14 +83,6 @@ class MergingLayer(MergingMixin, HostBlock):
         if size is None or size.shape[0] == 1:
             return size
         return size.repeat_interleave(self.area, dim=0)
-
-    def merge_pixels(self, z: Tensor, tokens: Tokens) -> Tensor:
-        """Merge patches of pixels."""
-        keeps_grid = self.merger is None or self.merger.keeps_grid
-        patches, _, merge = self.merge(
-            pixels_to_patches(z, self.area), tokens, grid=tokens.grid if keeps_grid else None
-        )
-        return z if merge is None else patches_to_pixels(patches, self.area)
 
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
         per_pixel = kernels.attention_hints(
@@ -178,57 +161,48 @@ class MergingMobileVit(MergingGridModel, ByobNet):
     """A converted MobileViT."""
 
 
-_CLASSES: dict[type, type] = {ByobNet: MergingMobileVit}
-
-
-def mobilevit_blocks(model: nn.Module) -> list[tuple[str, Any]]:
-    """All MobileViT blocks with their paths, in the order in which they run."""
-    return [(n, m) for n, m in model.named_modules() if isinstance(m, MobileVitBlock)]
-
-
 @register
-class MobileViTAdapter(Adapter):
+class MobileViTAdapter(GridAdapter):
     """timm's MobileViT (version 1), whole or as a feature extractor."""
 
     family: ClassVar[str] = "mobilevit"
     hosts: ClassVar[tuple[type[nn.Module], ...]] = (MobileVitBlock,)
     shrinks_maps: ClassVar[bool] = True
     covers: ClassVar[str] = "MobileViT (timm mobilevit_xxs, mobilevit_xs, mobilevit_s)"
+    models: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {ByobNet: MergingMobileVit}
+    merging: ClassVar[type[nn.Module]] = MergingMobileVitBlock
 
     def refusal(self, model: nn.Module) -> str | None:
-        for _, block in mobilevit_blocks(model):
+        for block in self.units(model):
             if any(type(layer) not in (HostBlock, MergingLayer) for layer in block.transformer):
                 return "its transformer layers are of a kind that is not known here."
         return None
 
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
-        found = mobilevit_blocks(model)
-        shapes = observed_shapes(model, [block for _, block in found], image_size)
+        found = self.units(model)
+        shapes = observed_shapes(model, found, image_size)
+        paths = {module: path for path, module in model.named_modules()}
         blocks: list[Block] = []
         runs: list[Run] = []
-        for stage, ((path, host), shape) in enumerate(zip(found, shapes, strict=True)):
+        for stage, (host, shape) in enumerate(zip(found, shapes, strict=True)):
             patch = cast("Grid", tuple(host.patch_size))
             grid = (-(-shape[2] // patch[0]), -(-shape[3] // patch[1]))
             first = len(blocks)
             width = host.conv_1x1.out_channels * host.patch_area
-            blocks += [
-                Block(f"{path}.transformer.{i}", layer, width, stage)
-                for i, layer in enumerate(host.transformer)
-            ]
+            blocks += [Block(paths[layer], layer, width, stage) for layer in host.transformer]
             runs.append(Run(grid[0] * grid[1], grid, tuple(range(first, len(blocks)))))
-        classes = classes_of(model, _CLASSES)
+        classes = self.num_classes(model)
         # As on Swin: merge where stages begin. Even grids give the next stage whole patches.
         sites = tuple(run.blocks[0] for run in runs[:-1])
         return Layout(tuple(blocks), 0, classes, tuple(runs), runs[0].grid, EVEN, sites)
 
-    def convert_(
-        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    def convert_units_(
+        self, units: list[Any], config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        hosts = [host for _, host in mobilevit_blocks(model)]
-        starts = [index == 0 for host in hosts for index in range(len(host.transformer))]
+        starts = [index == 0 for host in units for index in range(len(host.transformer))]
         slots = make_slots(config, sites, state, starts)
         end = 0
-        for host in hosts:
+        for host in units:
             first, end = end, end + len(host.transformer)
             for layer, slot in zip(host.transformer, slots[first:end], strict=True):
                 # The host says what enters its first layer, so it opens the forward.
@@ -237,17 +211,10 @@ class MobileViTAdapter(Adapter):
                 layer.area = host.patch_area
             host.slots = (state, first, end)
             become_(host, MergingMobileVitBlock)
-        convert_model_(model, state, _CLASSES)
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return [host for _, host in mobilevit_blocks(model)]
-
-    def revert_(self, model: nn.Module) -> None:
-        for _, host in mobilevit_blocks(model):
-            if isinstance(host, MergingMobileVitBlock):
-                for layer in host.transformer:
-                    revert_block_(layer, HostBlock, layer.attn.qkv)
-                    del layer.area
-                del host.slots
-                become_(host, MobileVitBlock)
-        revert_model_(model, _CLASSES)
+    def revert_unit_(self, unit: Any) -> None:
+        for layer in unit.transformer:
+            revert_block_(layer, HostBlock, layer.attn.qkv)
+            del layer.area
+        del unit.slots
+        become_(unit, MobileVitBlock)

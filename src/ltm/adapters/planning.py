@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltm.adapters.base import Adapter, Run, Slot
-from ltm.adapters.state import Tokens, TokenState
+from ltm.adapters.base import Adapter, Run
+from ltm.adapters.blocks import Slot, Tokens, TokenState
 from ltm.core.cost import count_macs, meta_copy, meta_images, run_on_meta
 from ltm.core.schedule import (
     Grid,

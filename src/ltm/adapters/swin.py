@@ -21,22 +21,17 @@ from timm.models.swin_transformer import (
 from torch import Tensor, nn
 
 from ltm import kernels
-from ltm.adapters.base import (
-    Adapter,
-    Block,
-    Layout,
+from ltm.adapters.base import Layout, Run, observed_shapes, register
+from ltm.adapters.blocks import (
     MergingMixin,
-    Run,
     Slot,
+    Tokens,
+    TokenState,
     convert_block_,
     make_slots,
-    observed_shapes,
-    register,
     revert_block_,
-    starts_of,
 )
-from ltm.adapters.grids import MergingGridModel, classes_of, convert_model_, revert_model_
-from ltm.adapters.state import Tokens, TokenState
+from ltm.adapters.grids import GridAdapter, MergingGridModel, blocks_by_width, starts_of
 from ltm.core.merge import Merge, Merged
 from ltm.core.schedule import Grid, halve
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -171,16 +166,13 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         grid = (x.shape[1], x.shape[2])
         windows = Windows(grid, self.window, self.shift, shift_first=self.whole)
         z = x + self.drop_path1(self.attend(self.norm1(x), tokens, windows))
-        keeps_grid = self.merger is None or self.merger.keeps_grid
-        merged, tokens, merge = self.merge(
-            z.flatten(1, 2), tokens, grid=grid if keeps_grid else None, windows=windows
-        )
+        merged, tokens, merge = self.merge(z.flatten(1, 2), tokens, grid=grid, windows=windows)
         out = merged + self.drop_path2(self.mlp(self.norm2(merged)))
-        if merge is not None and not keeps_grid:
+        if merge is not None and not self.keeps_grid:
             out = merge.restore(out)
         elif merge is not None and tokens.grid is not None:
             grid = tokens.grid
-        if self.slot.last and keeps_grid and tokens.size is not None:
+        if self.slot.last and self.keeps_grid and tokens.size is not None:
             self.slot.state.frame.pool = tokens.size.reshape(-1, *grid)
         return out.unflatten(1, grid)
 
@@ -215,75 +207,61 @@ class MergingSwin(MergingGridModel, SwinTransformer):
     """A converted `SwinTransformer`."""
 
 
-_CLASSES: dict[type, type] = {SwinTransformer: MergingSwin}
-
-
-def swin_blocks(model: nn.Module) -> list[tuple[str, SwinTransformerBlock]]:
-    """All Swin blocks with their paths, in the order in which they run."""
-    return [(n, m) for n, m in model.named_modules() if isinstance(m, SwinTransformerBlock)]
-
-
 @register
-class SwinAdapter(Adapter):
+class SwinAdapter(GridAdapter):
     """timm's `SwinTransformer`, whole or as a feature extractor."""
 
     family: ClassVar[str] = "swin"
     hosts: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformerBlock,)
     covers: ClassVar[str] = "Swin (timm SwinTransformer)"
+    models: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {SwinTransformer: MergingSwin}
+    merging: ClassVar[type[nn.Module]] = MergingSwinBlock
 
     def refusal(self, model: nn.Module) -> str | None:
-        other = {type(b) for _, b in swin_blocks(model)} - {SwinTransformerBlock, MergingSwinBlock}
+        other = {type(block) for block in self.units(model)} - {
+            SwinTransformerBlock,
+            MergingSwinBlock,
+        }
         names = ", ".join(sorted(kind.__name__ for kind in other))
         return f"its blocks are {names}, a variant that is not known here." if other else None
 
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
-        found = swin_blocks(model)
-        shapes = observed_shapes(model, [block for _, block in found], image_size)
-        grids = [(shape[1], shape[2]) for shape in shapes]
-        widths = [block.dim for _, block in found]
-        stages = [sorted(set(widths)).index(width) for width in widths]
-        blocks = tuple(
-            Block(path, block, block.dim, stage)
-            for (path, block), stage in zip(found, stages, strict=True)
-        )
+        found = self.units(model)
+        blocks = blocks_by_width(model, found, [block.dim for block in found])
         runs = tuple(
             Run(block.window_area, cast("Grid", tuple(block.window_size)), (index,))
-            for index, (_, block) in enumerate(found)
+            for index, block in enumerate(found)
         )
-        multiple = max(found[0][1].window_size)
-        classes = classes_of(model, _CLASSES)
+        (_, *entry, _), *_ = observed_shapes(model, found[:1], image_size)
         # Traffic decides the speed, and most of it is in the first stages: merge where they begin.
-        sites = tuple(stages.index(stage) for stage in sorted(set(stages))[:-1])
-        return Layout(blocks, 0, classes, runs, grids[0], multiple, sites)
+        stages = [block.stage for block in blocks]
+        sites = tuple(stages.index(stage) for stage in range(max(stages)))
+        multiple = max(found[0].window_size)
+        grid = (entry[0], entry[1])
+        return Layout(blocks, 0, self.num_classes(model), runs, grid, multiple, sites)
 
-    def convert_(
-        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    def convert_units_(
+        self, units: list[Any], config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        blocks = [block for _, block in swin_blocks(model)]
-        starts = starts_of([block.dim for block in blocks], config)
-        slots = make_slots(config, sites, state, starts)
-        grids = _merged_grids(blocks, slots) if config.keeps_grid() else [None] * len(blocks)
-        for block, slot, grid in zip(blocks, slots, grids, strict=True):
+        slots = make_slots(config, sites, state, starts_of([b.dim for b in units], config))
+        grids = _merged_grids(units, slots) if config.keeps_grid() else [None] * len(units)
+        for block, slot, grid in zip(units, slots, grids, strict=True):
             _convert_block_(block, config, slot, grid)
-        convert_model_(model, state, _CLASSES)
+
+    def revert_unit_(self, unit: Any) -> None:
+        _host_windows_(unit)
+        del unit.window, unit.shift, unit.whole
+        revert_block_(unit, SwinTransformerBlock, unit.attn.qkv)
 
     def host_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Resizing gives it other windows."""
         if not isinstance(model, SwinTransformer):
             return {}
-        return {"window_size": list(swin_blocks(model)[0][1].window_size)}
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return [block for _, block in swin_blocks(model)]
-
-    def revert_(self, model: nn.Module) -> None:
-        for _, block in swin_blocks(model):
-            _revert_block_(block)
-        revert_model_(model, _CLASSES)
+        return {"window_size": list(self.units(model)[0].window_size)}
 
     @contextmanager
     def pausing(self, model: nn.Module) -> Iterator[None]:
-        blocks = [block for _, block in swin_blocks(model) if isinstance(block, MergingSwinBlock)]
+        blocks = [block for block in self.units(model) if isinstance(block, MergingSwinBlock)]
         fitted = [_host_windows_(block) for block in blocks]
         try:
             yield
@@ -376,11 +354,3 @@ def _set_windows_(block: MergingSwinBlock, windows: _Fitted) -> None:
     device = block.attn.relative_position_bias_table.device
     for name, value in windows.attention.items():
         setattr(block.attn, name, value.to(device) if isinstance(value, Tensor) else value)
-
-
-def _revert_block_(block: nn.Module) -> None:
-    if not isinstance(block, MergingSwinBlock):
-        return
-    _host_windows_(block)
-    del block.window, block.shift, block.whole
-    revert_block_(block, SwinTransformerBlock, block.attn.qkv)

@@ -13,21 +13,19 @@ from timm.models.vision_transformer import Block as HostBlock, VisionTransformer
 from torch import Tensor, nn
 
 from ltm import kernels
-from ltm.adapters.base import (
-    Adapter,
-    Block,
-    Layout,
+from ltm.adapters.base import Adapter, Block, Layout, Run, register
+from ltm.adapters.blocks import (
     MergingMixin,
-    Run,
     Slot,
+    Tokens,
+    TokenState,
     become_,
     convert_block_,
     make_slots,
-    register,
+    require_sizes,
     revert_block_,
 )
 from ltm.adapters.conversion import Resizable
-from ltm.adapters.state import Tokens, TokenState, require_sizes
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -149,9 +147,9 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def find_vit(model: nn.Module) -> VisionTransformer | None:
+def _vit_of(model: nn.Module) -> VisionTransformer:
     """The ViT itself, also inside timm's feature extractor or another module."""
-    return next((m for m in model.modules() if isinstance(m, VisionTransformer)), None)
+    return next(m for m in model.modules() if isinstance(m, VisionTransformer))
 
 
 @register
@@ -163,8 +161,7 @@ class ViTAdapter(Adapter):
     covers: ClassVar[str] = "ViT, DeiT, DeiT-III (timm VisionTransformer with plain blocks)"
 
     def refusal(self, model: nn.Module) -> str | None:
-        vit = find_vit(model)
-        assert vit is not None
+        vit = _vit_of(model)
         if sum(isinstance(module, VisionTransformer) for module in model.modules()) > 1:
             return "it holds more than one ViT; convert each of them by itself."
         if type(vit) not in _CLASSES and not isinstance(vit, MergingModel):
@@ -179,8 +176,7 @@ class ViTAdapter(Adapter):
         return None
 
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
-        vit = find_vit(model)
-        assert vit is not None
+        vit = _vit_of(model)
         height, width = vit.patch_embed.dynamic_feat_size(image_size)
         paths = {module: name for name, module in model.named_modules()}
         blocks = tuple(Block(paths[block], block, vit.embed_dim, stage=0) for block in vit.blocks)
@@ -190,8 +186,7 @@ class ViTAdapter(Adapter):
     def convert_(
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        vit = find_vit(model)
-        assert vit is not None
+        vit = _vit_of(model)
         starts = [index == 0 for index in range(len(vit.blocks))]
         for block, slot in zip(vit.blocks, make_slots(config, sites, state, starts), strict=True):
             slot.counting = config.counting()
@@ -201,13 +196,10 @@ class ViTAdapter(Adapter):
         become_(vit, _CLASSES[type(vit)])
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        vit = find_vit(model)
-        assert vit is not None
-        return list(vit.blocks)
+        return list(_vit_of(model).blocks)
 
     def revert_(self, model: nn.Module) -> None:
-        vit = find_vit(model)
-        assert vit is not None
+        vit = _vit_of(model)
         for block in vit.blocks:
             if isinstance(block, MergingBlock):
                 revert_block_(block, HostBlock, block.attn.qkv)

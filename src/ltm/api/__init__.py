@@ -1,7 +1,7 @@
 """The door: convert a model, look at it, freeze it, save it, undo it."""
 
 from ltm.adapters import Conversion
-from ltm.adapters.state import Record
+from ltm.adapters.blocks import Record
 from ltm.api.conversion import (
     ConversionReport,
     announcing,

@@ -22,7 +22,7 @@ from ltm.adapters.conversion import (
     mergers_of,
     revert_,
 )
-from ltm.adapters.state import Record
+from ltm.adapters.blocks import Record
 from ltm.core.cost import evaluating
 from ltm.core.merge import compose_weights
 from ltm.core.schedule import Grid

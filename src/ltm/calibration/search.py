@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor, cat, nn
 
 from ltm.adapters.base import Adapter
+from ltm.adapters.blocks import TokenState
 from ltm.adapters.planning import Planner
-from ltm.adapters.state import TokenState
 from ltm.calibration.schedules import Cost, Phase, Schedule, Setting, Trial, config_of, counts_of
 from ltm.methods import MethodConfig
 

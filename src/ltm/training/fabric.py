@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ltm.adapters.base import MergingMixin
+from ltm.adapters.blocks import MergingMixin
 from ltm.training.settings import RunSettings
 
 if TYPE_CHECKING or find_spec("lightning") is not None:

@@ -9,7 +9,7 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from ltm.adapters.base import record_, stop_recording_
+from ltm.adapters.blocks import record_, stop_recording_
 from ltm.api import is_merging, mergers
 from ltm.extras import require
 from ltm.models import did_you_mean

@@ -1,4 +1,7 @@
-"""The state that travels with the tokens of one forward pass.
+"""Merging blocks, and the state that travels between them with the tokens of one forward pass.
+
+Conversion swaps the class of a host block for a subclass of it that merges between its children;
+the block gains one child, `merger`. Undoing swaps the class back.
 
 `timm` runs its blocks one after the other with nothing but the tokens between them, so what a
 merge leaves behind (sizes, the carry, the merges so far) waits in a frame: the network opens one
@@ -11,19 +14,21 @@ runs a block again with the same input, and a head may be given features of an e
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ltm import kernels
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
-from ltm.methods.base import Decision, Hints, Merger
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 _T = TypeVar("_T")
 
@@ -263,3 +268,205 @@ class TokenState:
             yield
         finally:
             self._thread.labels = self._announced = before
+
+
+@dataclass(eq=False)
+class Slot:
+    """A merging block's part in the conversion; a plain attribute of the block."""
+
+    state: TokenState
+    index: int
+    """Position among the network's blocks."""
+    starts: bool
+    """Tokens are patches again when they enter this block."""
+    proportional: bool
+    counting: float = 1.0
+    """The power of the sizes that the attention counts, where it is proportional."""
+    site: Site | None = None
+    opens: bool = False
+    """A forward pass begins at this block."""
+    last: bool = False
+    """The head comes after this block."""
+    hands_on: bool = True
+    """A later site of the same stage takes up what this one hands on."""
+    original: dict[str, Any] = field(default_factory=dict)
+    """Host attributes to give back when the conversion is undone."""
+
+
+class MergingMixin(nn.Module):
+    """The part of a merging block that does not depend on the family."""
+
+    slot: Slot
+    merger: Merger | None
+
+    @property
+    def keeps_grid(self) -> bool:
+        """Tokens form a grid after the merge, if they did before."""
+        return self.merger is None or self.merger.keeps_grid
+
+    def entering(self, x: Tensor) -> Tokens:
+        """What is known about the tokens that come in."""
+        slot = self.slot
+        if slot.opens:
+            slot.state.open()
+        return slot.state.enter(slot.index, x, starts=slot.starts)
+
+    def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
+        """The hints that a merger needs, from the output of the block's `qkv` projection."""
+        raise NotImplementedError
+
+    def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
+        """Ask the merger, with the hints that it needs added to those that are at hand."""
+        merger = cast("Merger", self.merger)
+        if merger.needs:
+            qkv = self.slot.state.take_projected(self.slot.index)
+            found = self.look(qkv, hints.size, merger.needs)
+            hints = dataclasses.replace(hints, **found)
+        return merger(z, hints)
+
+    def merge(
+        self, z: Tensor, tokens: Tokens, *, grid: Grid | None = None, **context: Any
+    ) -> tuple[Tensor, Tokens, Merge | None]:
+        """Decide, merge, and note down what the next block has to know."""
+        slot, site, merger = self.slot, self.slot.site, self.merger
+        hints, decision, merged = None, None, z
+        grid = grid if self.keeps_grid else None
+        if site is not None and merger is not None and slot.state.merging:
+            num_patches = z.shape[1] - site.num_prefix
+            merger.require_planned(num_patches, grid, tokens.patches)
+            grid_out = None if grid is None else site.grid_for(grid)
+            num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
+            if num_out < num_patches or merger.own_counts:
+                z = kernels.compact(z)
+                hints = Hints(
+                    num_out=num_out,
+                    grid_in=grid,
+                    grid_out=grid_out,
+                    patches=tokens.patches,
+                    size=tokens.size,
+                    carry=tokens.carry,
+                    labels=tokens.labels,
+                )
+                decision = self.decide(z, hints, **context)
+                values = decision.values if slot.hands_on else None
+                merged, size, means = decision.merge.apply(z, tokens.size, values)
+                merges = (*tokens.merges, decision.merge)
+                carry = decision.carry if means is None else means
+                tokens = dataclasses.replace(
+                    tokens, size=size, carry=carry, merges=merges, grid=grid_out or tokens.grid
+                )
+        slot.state.leave(slot.index, tokens)
+        if slot.state.watched:
+            hints = hints or Hints(num_out=z.shape[1], size=tokens.size)
+            slot.state.record(
+                Record(slot.index, merger, hints, decision, merged, tokens.size, tokens.merges)
+            )
+        return merged, tokens, None if decision is None else decision.merge
+
+
+def make_slots(
+    config: MethodConfig, sites: Sequence[Site], state: TokenState, starts: Sequence[bool]
+) -> list[Slot]:
+    """A slot per block, `starts` saying at which blocks tokens are patches again."""
+    by_block = {site.block: site for site in sites}
+    taken_up = _taken_up({site.block for site in sites if site.merges}, starts)
+    return [
+        Slot(
+            state,
+            index,
+            starts=fresh,
+            proportional=config.proportional_attention,
+            site=by_block.get(index),
+            opens=index == 0,
+            last=index == len(starts) - 1,
+            hands_on=taken_up[index],
+        )
+        for index, fresh in enumerate(starts)
+    ]
+
+
+def _taken_up(merging: Collection[int], starts: Sequence[bool]) -> list[bool]:
+    """Of every block, whether one of the blocks after it in its stage merges."""
+    found, later = [], False
+    for index in reversed(range(len(starts))):
+        found.append(later)
+        later = (later or index in merging) and not starts[index]
+    return found[::-1]
+
+
+def become_(module: Any, kind: type[nn.Module]) -> None:
+    """Swap the class of a module; everything it holds stays."""
+    module.__class__ = kind
+
+
+class RecordedProjection(nn.Module):
+    """A projection of the host whose output the block may read once, for queries and keys."""
+
+    recorded: tuple[TokenState, int]
+    """The state, and the index of the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        state, index = self.recorded
+        if state.merging:
+            state.frame.projected[index] = out
+        return out
+
+
+class RecordedLinear(RecordedProjection, nn.Linear):
+    """A recorded linear layer."""
+
+
+class RecordedConv2d(RecordedProjection, nn.Conv2d):
+    """A recorded convolution."""
+
+
+_RECORDED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: RecordedLinear,
+    nn.Conv2d: RecordedConv2d,
+}
+
+
+def record_(projection: nn.Module, state: TokenState, index: int) -> None:
+    """Make a projection leave its output in the state, whatever its class (LoRA's, for example)."""
+    host = type(projection)
+    if host not in _RECORDED:
+        _RECORDED[host] = type(f"Recorded{host.__name__}", (RecordedProjection, host), {})
+    become_(projection, _RECORDED[host])
+    cast("RecordedProjection", projection).recorded = (state, index)
+
+
+def stop_recording_(projection: nn.Module) -> tuple[TokenState, int] | None:
+    """Undo `record_`; returns what it was given, if it was."""
+    if not isinstance(projection, RecordedProjection):
+        return None
+    recorded = projection.recorded
+    del projection.recorded
+    become_(projection, type(projection).__mro__[2])
+    return recorded
+
+
+def convert_block_(
+    block: Any, config: MethodConfig, slot: Slot, merging: type[nn.Module], projection: nn.Module
+) -> None:
+    """A host block becomes a merging one; its projection is recorded where the merger needs it.
+
+    The merger comes on the device of the block's weights.
+    """
+    merger, site = None, slot.site
+    if site is not None and site.merges:
+        device = next(block.parameters()).device
+        with torch.device("meta") if device.type == "meta" else torch.device("cpu"):
+            merger = config.build(site)
+        merger = merger.to(device).train(block.training)
+    block.merger, block.slot = merger, slot
+    if merger is not None and merger.needs:
+        record_(projection, slot.state, slot.index)
+    become_(block, merging)
+
+
+def revert_block_(block: Any, host: type[nn.Module], projection: nn.Module) -> None:
+    """Undo `convert_block_`."""
+    stop_recording_(projection)
+    del block.merger, block.slot
+    become_(block, host)
