@@ -6,7 +6,7 @@ divergences of single blocks nearly add up, so they tell which schedules are wor
 Costs are a polynomial: attention costs `a n + b n^2` multiply-adds in the tokens that enter a
 block, the MLP `c n` in those that leave the merge, and a merge itself `d + e n + f n^2`, depending
 on what it does: an alternate matching of which half leave at most compares a quarter of the pairs.
-The coefficients are fitted to a few counts on `meta`, and tried on another.
+The coefficients are fitted to a few counts on `meta`, and tried on others.
 
 Letters: n tokens with their prefix.
 """
@@ -86,7 +86,7 @@ class SequenceCost:
         shares = torch.tensor([self._counted(s) for s in samples], dtype=torch.float64)
         solution = torch.linalg.lstsq(table / scale, shares, driver="gelsd").solution
         self._values: list[float] = (solution / scale).tolist()
-        known = (*samples, self._held_out())
+        known = (*samples, self._held_out(), *map(self._few_leave, self.choices))
         self.exact = all(abs(self._fitted(s) - self._counted(s)) < _TOLERANCE for s in known)
         return self.exact
 
@@ -95,7 +95,7 @@ class SequenceCost:
         kinds: dict[Hashable, int] = {}
         costs: list[float] = []
         for choice in choices:
-            cost = self._counted((self._placed((choice, 7), self.depth - 1, self.num_in),))
+            cost = self._counted(self._few_leave(choice))
             if cost not in costs:
                 costs.append(cost)
             kinds[choice] = costs.index(cost)
@@ -160,7 +160,7 @@ class SequenceCost:
         """Schedules that tell the coefficients apart: every way at three numbers of tokens."""
         last, (lead, _) = self.depth - 1, self._ways()[self._num_kinds - 1]
         yield ()
-        yield (self._placed((lead, 7), last, self.num_in),)
+        yield self._few_leave(lead)
         for way in self._ways():
             yield (self._placed(way, last, self.num_in),)
         leads = (4, 5, 6) if self._alternates else (4, 6)
@@ -181,6 +181,10 @@ class SequenceCost:
             sites.append(site)
             left = _count(site)
         return tuple(sites)
+
+    def _few_leave(self, choice: Hashable) -> Schedule:
+        """An eighth of the tokens leaves at the last block: what an alternate matching is for."""
+        return (self._placed((choice, 7), self.depth - 1, self.num_in),)
 
     def _placed(self, way: tuple[Hashable, int], block: int, before: int) -> Setting:
         choice, eighths = way
