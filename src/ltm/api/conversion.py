@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ltm.adapters import Conversion, adapter_of
+from ltm.adapters.blocks import Record
 from ltm.adapters.conversion import (
     ATTRIBUTE,
     adopt_,
@@ -22,7 +23,6 @@ from ltm.adapters.conversion import (
     mergers_of,
     revert_,
 )
-from ltm.adapters.blocks import Record
 from ltm.core.cost import evaluating
 from ltm.core.merge import compose_weights
 from ltm.core.schedule import Grid

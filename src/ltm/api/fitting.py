@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ltm.adapters import adapter_of
-from ltm.adapters.planning import Planner
 from ltm.adapters.blocks import Record
+from ltm.adapters.planning import Planner
 from ltm.api.conversion import conversion_of, mergers, unmerge_tokens_, watching
 from ltm.core.cost import evaluating, meta_copy
 from ltm.methods.base import Images, Merger
