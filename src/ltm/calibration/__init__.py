@@ -1,8 +1,13 @@
 """Where a network merges, how much and how: chosen on unlabelled images, within a budget."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ltm.calibration.settings import CalibrateSettings as CalibrateSettings, Settings as Settings
+
+if TYPE_CHECKING:
+    from ltm.calibration.calibration import Calibration as Calibration, calibrate as calibrate
+    from ltm.calibration.schedules import CalibrateResult as CalibrateResult, Trial as Trial
 
 _HOME_OF = {
     "CalibrateResult": "schedules",

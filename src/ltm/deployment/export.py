@@ -263,8 +263,9 @@ class Export:
         traced = trace(self.model, self.information.spec.size)
         self.folder.mkdir(parents=True, exist_ok=True)
         # OpenVINO's file is made from the ONNX file.
-        wanted = {*formats, *(("onnx",) if "openvino" in formats else ())}
-        for kind in (kind for kind in SUFFIXES if kind in wanted):
+        wanted: set[str] = {*formats, *(("onnx",) if "openvino" in formats else ())}
+        kinds: list[Format] = [kind for kind in SUFFIXES if kind in wanted]
+        for kind in kinds:
             path, runner = self._path(kind), self._write(kind, traced)
             try:
                 rows = compare(self.model, runner, images, batch_sizes)
