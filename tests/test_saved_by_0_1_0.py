@@ -18,7 +18,8 @@ def test_a_saved_folder_gives_what_it_gave(name: str) -> None:
     family = name.partition("-")[0]
     model = ltm.load(HERE / "folders" / name, host(family))
     with torch.no_grad():
-        torch.testing.assert_close(model(images(family)), OUTPUTS[name], rtol=0, atol=1e-6)
+        # Another processor rounds sums differently: a few units in the last place of large logits.
+        torch.testing.assert_close(model(images(family)), OUTPUTS[name], rtol=1e-5, atol=1e-6)
 
 
 def test_every_folder_has_its_outputs() -> None:
