@@ -3,10 +3,9 @@
 Names are imported when first used, so that `import ltm` costs next to nothing.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ltm.extras import named as _named
+from ltm.extras import lazy_names
 
 if TYPE_CHECKING:
     from ltm.api import (
@@ -112,20 +111,4 @@ _HOMES = {
     "ltm.training.run": ("TrainResult", "finetune", "train"),
     "ltm.training.settings": ("TrainSettings",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name from its home, once."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'ltm' has no attribute {name!r}")
-    try:
-        value = getattr(import_module(_HOME_OF[name]), name)
-    except ModuleNotFoundError as error:
-        raise _named(error) from error
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME_OF)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,7 +1,12 @@
-"""Packages that only some users need: one function imports them, or names the extra to install."""
+"""Imports on demand: names when they are first used, and packages that only some users need.
+
+A package that is not installed is named in one sentence, with the extra that installs it.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -43,6 +48,30 @@ def require(module: str, *, extra: str | None = None) -> Any:
             raise
         source = package.replace("_", "-") if extra is None else f"'ltm[{extra}]'"
         raise MissingExtraError(_sentence(package, source), name=package) from error
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__`: each name is imported from its home when first used.
+
+    Args:
+        package: its `__name__`.
+        homes: the names that each module holds.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names}
+
+    def get(name: str) -> object:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            value = getattr(import_module(home_of[name]), name)
+        except ModuleNotFoundError as error:
+            raise named(error) from error
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted(home_of)
 
 
 def named(error: ModuleNotFoundError) -> ModuleNotFoundError:

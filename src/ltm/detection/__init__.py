@@ -6,10 +6,9 @@ do. Import further names from the modules: `pyramid` (any network as feature map
 torch. The folder needs the extra `detection`, and nothing below `cli` and `deployment` imports it.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ltm.extras import named as _named
+from ltm.extras import lazy_names
 
 if TYPE_CHECKING:
     from ltm.detection.inference import (
@@ -19,21 +18,11 @@ if TYPE_CHECKING:
     from ltm.detection.saving import load_detector as load_detector
     from ltm.detection.task import train_detector as train_detector
 
-_HOME_OF = {
-    "evaluate_detector": "inference",
-    "load_detector": "saving",
-    "predict_objects": "inference",
-    "train_detector": "task",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import a verb from its module, once."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'ltm.detection' has no attribute {name!r}")
-    try:
-        value = getattr(import_module(f"ltm.detection.{_HOME_OF[name]}"), name)
-    except ModuleNotFoundError as error:
-        raise _named(error) from error
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ltm.detection.inference": ("evaluate_detector", "predict_objects"),
+        "ltm.detection.saving": ("load_detector",),
+        "ltm.detection.task": ("train_detector",),
+    },
+)
