@@ -34,11 +34,24 @@ settings.load_profile("fixed")
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+OUTER = (
+    "calibration",
+    "deployment",
+    "detection",
+    "evaluation",
+    "reproduction",
+    "report",
+    "training",
+    "web",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The quick tier sees one network of the tables over all of them."""
+    """The quick tier sees the inner rooms, and one network of the tables over all of them."""
     for item in items:
         name = getattr(getattr(item, "callspec", None), "params", {}).get("name")
-        if isinstance(name, str) and name in TOYS and name != "vit":
+        another = isinstance(name, str) and name in TOYS and name != "vit"
+        if another or item.path.parent.name in OUTER or item.path.name.startswith("test_a_new_"):
             item.add_marker(pytest.mark.slow)
 
 

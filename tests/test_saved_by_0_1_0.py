@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 import ltm
 from saved_by_0_1_0.hosts import host, images
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent / "saved_by_0_1_0"
 OUTPUTS = load_file(HERE / "outputs.safetensors")
 
