@@ -12,6 +12,9 @@ from ltm.extras import _EXTRA_OF, MissingExtraError, named, require
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
+NEEDED_BY_CORE = {"filelock", "jinja2", "pillow", "pyyaml"}
+"""Optional packages that torch and timm need too."""
+
 BLOCK = """
 import sys
 from importlib.machinery import PathFinder
@@ -52,9 +55,33 @@ with tempfile.TemporaryDirectory() as folder:
 ltm.freeze_(model)
 with torch.no_grad():
     torch.testing.assert_close(model(images), expected)
+from ltm.progress import Progress
+assert list(Progress("no bar")([1, 2])) == [1, 2]
 from ltm.cli import main
 assert main(["compress", "vit_tiny_patch16_224"]) == 2
 assert main([]) == 2
+"""
+
+
+TRAINING = """
+import tempfile
+from pathlib import Path
+import ltm
+
+with tempfile.TemporaryDirectory() as folder:
+    said = []
+    words = ("img_size=32", "patch_size=8", "embed_dim=16", "depth=4", "num_heads=2")
+    changes = dict(epochs=1, warm_epochs=0, device="cpu", image_size=32, batch_size=4)
+    done = ltm.train(
+        ltm.ModelSource(model="vit_tiny_patch16_224", model_args=words),
+        "shapes:classes=2,size=32,images=8,val_images=4",
+        "shapes_vit",
+        output=folder,
+        say=said.append,
+        **changes,
+    )
+    assert (Path(folder) / "model" / "model.safetensors").is_file() and said
+from ltm.detection.settings import RECIPES
 """
 
 
@@ -67,7 +94,7 @@ def packages(requirements: list[str]) -> set[str]:
 def optional() -> set[str]:
     extras = PROJECT["optional-dependencies"]
     names = {name for extra in extras if extra != "dev" for name in packages(extras[extra])}
-    return names - {"filelock", "jinja2", "pillow", "pyyaml"}  # torch and timm need them too
+    return names - NEEDED_BY_CORE
 
 
 def test_the_core_is_five_packages() -> None:
@@ -87,6 +114,17 @@ def test_the_core_works_alone_and_a_command_names_its_extra() -> None:
     assert done.returncode == 0, done.stderr
     said = "ltm: tyro is not installed, and this needs it: pip install 'ltm[cli]'"
     assert done.stderr.splitlines() == [said, said]
+
+
+@pytest.mark.slow
+def test_training_from_python_needs_no_command_line() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert "ltm[cli]" not in extras["train"]
+    missing = packages(extras["cli"]) - packages(extras["train"]) - NEEDED_BY_CORE
+    missing -= {"rich"}  # lightning looks for its metadata, which cannot be hidden, and imports it
+    code = BLOCK.format(missing=missing) + TRAINING
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_module_of_an_extra_is_known_by_its_extra() -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ltm.api import collect_statistics_, fit_, measure_share, report as report_of
+from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.loading import Batch, evaluation_loader
 from ltm.data.transforms import image_spec
@@ -37,7 +38,7 @@ from ltm.training.classification import Classification, evaluate
 from ltm.training.fabric import make_fabric
 from ltm.training.network import build
 from ltm.training.run import train
-from ltm.training.settings import TrainingData, TrainSettings
+from ltm.training.settings import TrainSettings
 from ltm.training.trainer import Trainer
 from reproduction.benchmarks.recording import machine, parser, write_rows
 
@@ -151,7 +152,7 @@ def settings_of(options: argparse.Namespace, **groups: dict[str, Any]) -> TrainS
 
 
 @cache
-def splits_of(data: TrainingData) -> Splits:
+def splits_of(data: DataConfig) -> Splits:
     """The images, opened once for all runs."""
     return open_splits(data)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ltm.data.config import AugmentConfig
+from ltm.data.config import AugmentConfig, DataConfig
 from ltm.detection.settings import (
     RECIPES,
     DetectionSettings,
@@ -20,7 +20,6 @@ from ltm.training.settings import (
     ModelSettings,
     OptimSettings,
     RunSettings,
-    TrainingData,
     TrainSettings,
     TuneSettings,
 )
@@ -108,11 +107,11 @@ def small_scale(sources: Sources) -> Scale:
     )
 
 
-def _data(source: str, size: int, batch: int = 256) -> TrainingData:
-    return TrainingData(source=source, image_size=size, batch_size=batch, crop_ratio=1.0)
+def _data(source: str, size: int, batch: int = 256) -> DataConfig:
+    return DataConfig(source=source, image_size=size, batch_size=batch, crop_ratio=1.0)
 
 
-def _tune(model: ModelSettings, data: TrainingData) -> TrainSettings:
+def _tune(model: ModelSettings, data: DataConfig) -> TrainSettings:
     return TrainSettings(
         model=model,
         merge=MergeSettings(ratio=0.7),
@@ -125,7 +124,7 @@ def _tune(model: ModelSettings, data: TrainingData) -> TrainSettings:
 
 
 def _scratch(
-    model: ModelSettings, data: TrainingData, options: tuple[str, ...], *, lr: float = 1e-3
+    model: ModelSettings, data: DataConfig, options: tuple[str, ...], *, lr: float = 1e-3
 ) -> TrainSettings:
     return TrainSettings(
         model=model,

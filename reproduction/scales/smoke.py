@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ltm.data.config import AugmentConfig
+from ltm.data.config import AugmentConfig, DataConfig
 from ltm.detection.settings import RECIPES, DetectionSettings
 from ltm.models import changed
 from ltm.training.settings import (
@@ -16,7 +16,6 @@ from ltm.training.settings import (
     ModelSettings,
     OptimSettings,
     RunSettings,
-    TrainingData,
     TrainSettings,
     TuneSettings,
 )
@@ -114,7 +113,7 @@ def _network(
     tune = TrainSettings(
         model=ModelSettings(name=name, model_args=arguments),
         merge=MergeSettings(ratio=0.8, per_block=per_block, statistics_images=16),
-        data=TrainingData(
+        data=DataConfig(
             source=f"shapes:classes=4,size={size},images=16,val_images=16",
             image_size=size,
             batch_size=8,

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def progress_bar(
     console: Console | None = None,
     transient: bool = False,
 ) -> Iterator[Advance]:
-    """A bar on a terminal, and nothing elsewhere, so that logs stay clean.
+    """A bar on a terminal, and nothing elsewhere, so that logs stay clean; it needs `rich`.
 
     Args:
         title: What stands before the bar.
@@ -35,7 +36,7 @@ def progress_bar(
         console: Where to show it; standard error by default.
         transient: Remove the bar when it is done.
     """
-    if silent:
+    if silent or find_spec("rich") is None:
         yield lambda _="": None
         return
 

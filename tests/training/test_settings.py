@@ -10,6 +10,7 @@ import pytest
 import tyro
 import yaml
 
+from ltm.cli.commands import OPTIONS
 from ltm.models import changed, read_words
 from ltm.training.recipes import BACKBONES, FINETUNE, SCRATCH, find_recipe, recipe_of
 from ltm.training.settings import TrainSettings, read_settings, to_yaml
@@ -63,7 +64,8 @@ def test_every_backbone_of_the_paper_has_both_recipes() -> None:
 def test_command_line_and_yaml_say_the_same() -> None:
     args = "--model swin_tiny --data shapes --epochs 7 --lr 2e-3 --augment.mixup 0.1 --ratio 0.6"
     args += " --method-options support=learned beta=5 --unfreeze head.* --pretrained"
-    parsed = tyro.cli(TrainSettings, args=args.split())
+    with OPTIONS:
+        parsed = tyro.cli(TrainSettings, args=args.split())
     text = """
     model: {name: swin_tiny, pretrained: true}
     merge: {ratio: 0.6, method_options: [support=learned, beta=5]}

@@ -68,7 +68,8 @@ def _run(args: list[str]) -> int:
         # Some commands have defaults that follow from their options, such as a recipe.
         prepared = hasattr(module, "prepare")
         command = module.prepare(options) if prepared else getattr(module, name)
-        tyro.cli(command, prog=f"ltm {name}", description=_description(command), args=options)
+        with import_module("ltm.cli.commands").OPTIONS:
+            tyro.cli(command, prog=f"ltm {name}", description=_description(command), args=options)
     except BrokenPipeError:  # the reader has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except BAD_INPUT as error:

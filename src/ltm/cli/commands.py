@@ -21,7 +21,7 @@ import argparse
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -33,6 +33,39 @@ from ltm.cli import INTERRUPTED
 T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]
 """A group of settings whose names are options as they are."""
+
+OPTIONS = tyro.constructors.ConstructorRegistry()
+"""How settings, which know nothing of tyro, name their options: see `ltm.training.settings`."""
+_asked: list[type] = []
+
+
+@OPTIONS.struct_rule
+def _by_metadata(
+    info: tyro.constructors.StructTypeInfo,
+) -> tyro.constructors.StructConstructorSpec | None:
+    """Read a dataclass as tyro does, and then the metadata of its fields."""
+    if not dataclasses.is_dataclass(info.type) or info.type in _asked:
+        return None
+    _asked.append(info.type)
+    try:
+        spec: Any = OPTIONS.get_struct_spec(info)
+    finally:
+        _asked.pop()
+    known = {field.name: field.metadata for field in dataclasses.fields(info.type)}
+    fields = [
+        dataclasses.replace(field, type=_named(field.type, known[field.name]))
+        for field in spec.fields
+    ]
+    return dataclasses.replace(spec, fields=tuple(fields))
+
+
+def _named(kind: Any, metadata: Mapping[str, Any]) -> Any:
+    if dataclasses.is_dataclass(kind) and not metadata.get("prefixed"):
+        return Annotated[kind, tyro.conf.OmitArgPrefixes]
+    if "option" not in metadata:
+        return kind
+    name = metadata["option"]
+    return Annotated[kind, tyro.conf.Suppress if name is None else tyro.conf.arg(name=name)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Settings of data and augmentation: frozen values for the command line and YAML alike."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -8,7 +8,7 @@ from typing import Any
 class DataConfig:
     """Which images, and how they reach the network."""
 
-    source: str = "shapes"
+    source: str = field(default="shapes", metadata={"option": "data"})
     """A folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated)."""
     train_split: str = "train"
     """Split to train on."""
@@ -37,16 +37,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
-        _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
-        _require(self.epoch_images >= 0, "epoch_images", self.epoch_images, "not negative")
-        _require(self.workers >= 0, "workers", self.workers, "not negative")
-        _require(self.max_unreadable >= 0, "max_unreadable", self.max_unreadable, "not negative")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require(self.epoch_images >= 0, "epoch_images", self.epoch_images, "not negative")
+        require(self.workers >= 0, "workers", self.workers, "not negative")
+        require(self.max_unreadable >= 0, "max_unreadable", self.max_unreadable, "not negative")
         ratio = self.holdout_ratio
-        _require(0.0 <= ratio < 1.0, "holdout_ratio", ratio, "at least 0 and below 1")
+        require(0.0 <= ratio < 1.0, "holdout_ratio", ratio, "at least 0 and below 1")
         crop = self.crop_ratio
-        _require(crop is None or 0.0 < crop <= 1.0, "crop_ratio", crop, "above 0 and at most 1")
+        require(crop is None or 0.0 < crop <= 1.0, "crop_ratio", crop, "above 0 and at most 1")
         size = self.image_size
-        _require(size is None or size >= 1, "image_size", size, "at least 1")
+        require(size is None or size >= 1, "image_size", size, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +82,12 @@ class AugmentConfig:
         """Refuse what cannot work."""
         for name in ("hflip", "erase", "mix_prob", "switch_prob"):
             value = getattr(self, name)
-            _require(0.0 <= value <= 1.0, name, value, "from 0 to 1")
+            require(0.0 <= value <= 1.0, name, value, "from 0 to 1")
         for name in ("mixup", "cutmix", "color_jitter"):
             value = getattr(self, name)
-            _require(value >= 0.0, name, value, "not negative")
-        _require(0.0 <= self.smoothing < 1.0, "smoothing", self.smoothing, "at least 0 and below 1")
-        _require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+            require(value >= 0.0, name, value, "not negative")
+        require(0.0 <= self.smoothing < 1.0, "smoothing", self.smoothing, "at least 0 and below 1")
+        require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
 
     @property
     def varies(self) -> bool:
@@ -126,6 +126,7 @@ def without_removed(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in removed}
 
 
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+def require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Refuse a setting by its name, its value and what is allowed."""
     if not holds:
         raise ValueError(f"{name} is {value}, but must be {allowed}")

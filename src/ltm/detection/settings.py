@@ -6,13 +6,10 @@ Importing this module imports neither torch nor timm.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from ltm.models import changed, did_you_mean
 from ltm.training.settings import (
-    Flat,
     MergingSettings,
     OptimSettings,
     RunSettings,
@@ -30,7 +27,7 @@ COMMANDS: dict[Task, str] = {"ssdlite": "detect", "mask_rcnn": "segment"}
 class DetectorSettings:
     """The detector to train."""
 
-    task: Annotated[Task, tyro.conf.Suppress] = "ssdlite"
+    task: Task = field(default="ssdlite", metadata={"option": None})
     """What is found: boxes (SSDLite), or boxes and masks (Mask R-CNN)."""
     backbone: str = "mobilevit_s"
     """Name of a timm network, or folder of a converted one that ltm wrote."""
@@ -52,7 +49,7 @@ class DetectorSettings:
 class DetectionData:
     """Which images, and how they reach the detector."""
 
-    source: Annotated[str, tyro.conf.arg(name="data")] = "shapes"
+    source: str = field(default="shapes", metadata={"option": "data"})
     """A folder or .zip of images with annotations in COCO's format, or shapes (generated)."""
     train_split: str = "train"
     """Split to train on."""
@@ -80,11 +77,11 @@ class DetectionData:
 class DetectionSettings:
     """All settings of a detector's training."""
 
-    detector: Annotated[DetectorSettings, Flat] = field(default_factory=DetectorSettings)
-    merge: Annotated[MergingSettings, Flat] = field(default_factory=MergingSettings)
-    data: Annotated[DetectionData, Flat] = field(default_factory=DetectionData)
-    optim: Annotated[OptimSettings, Flat] = field(default_factory=OptimSettings)
-    run: Annotated[RunSettings, Flat] = field(default_factory=RunSettings)
+    detector: DetectorSettings = field(default_factory=DetectorSettings)
+    merge: MergingSettings = field(default_factory=MergingSettings)
+    data: DetectionData = field(default_factory=DetectionData)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    run: RunSettings = field(default_factory=RunSettings)
     eval_every: int = 1
     """Epochs between evaluations; the last epoch is always followed by one."""
 

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ltm.data.config import AugmentConfig
+from ltm.data.config import AugmentConfig, DataConfig
 from ltm.models import did_you_mean
 from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
     OptimSettings,
     RunSettings,
-    TrainingData,
     TrainSettings,
     TuneSettings,
     read_settings,
@@ -33,7 +32,7 @@ BACKBONES = {
 }
 """The paper's backbones, as timm calls them."""
 
-_DATA = TrainingData(source="imagenet", batch_size=256, workers=8)
+_DATA = DataConfig(source="imagenet", batch_size=256, workers=8)
 _GPU = RunSettings(precision="bf16")
 
 _DEIT = OptimSettings(
@@ -108,7 +107,7 @@ def _small(family: str) -> TrainSettings:
             method_options=("support=matching",) if family == "swin" else (),
             warm_epochs=2,
         ),
-        data=TrainingData(
+        data=DataConfig(
             source="shapes:classes=4,size=64,images=1024,val_images=256",
             image_size=64,
             batch_size=32,
@@ -141,7 +140,7 @@ def small_network(
     return TrainSettings(
         model=ModelSettings(name=model, model_args=model_args),
         merge=MergeSettings(method="none"),
-        data=TrainingData(source=source, batch_size=64, workers=0),
+        data=DataConfig(source=source, batch_size=64, workers=0),
         augment=augment or AugmentConfig.none(),
         optim=OptimSettings(epochs=epochs, optimizer="muon", lr=5e-3, lr_warmup_epochs=0.5, clip=1),
         run=RunSettings(seed=seed, device="cpu"),

@@ -1,17 +1,19 @@
 """Settings of a training run: frozen values, the one source of YAML files and of the command line.
 
+A field's metadata may give its option another name (`option`; None hides it). Options of a group
+are named without it, unless the group is `prefixed`. `ltm.cli.commands` reads both.
+
 Importing this module imports neither torch nor timm.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, cast
 
-import tyro
 import yaml
 
-from ltm.data.config import AugmentConfig, DataConfig, without_removed
+from ltm.data.config import AugmentConfig, DataConfig, require, without_removed
 from ltm.models import changed, did_you_mean, plain, read_words
 
 
@@ -19,7 +21,7 @@ from ltm.models import changed, did_you_mean, plain, read_words
 class ModelSettings:
     """The network to train."""
 
-    name: Annotated[str, tyro.conf.arg(name="model")] = "vit_tiny_patch16_224"
+    name: str = field(default="vit_tiny_patch16_224", metadata={"option": "model"})
     """Name of a timm model."""
     pretrained: bool = False
     """Start from timm's published weights (needs a network)."""
@@ -147,28 +149,17 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingData(DataConfig):
-    """Which images, and how they reach the network."""
-
-    source: Annotated[str, tyro.conf.arg(name="data")] = "shapes"
-    """A folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated)."""
-
-
-Flat = tyro.conf.OmitArgPrefixes
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """All settings of a run."""
 
-    model: Annotated[ModelSettings, Flat] = field(default_factory=ModelSettings)
-    merge: Annotated[MergeSettings, Flat] = field(default_factory=MergeSettings)
-    data: Annotated[TrainingData, Flat] = field(default_factory=TrainingData)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    optim: Annotated[OptimSettings, Flat] = field(default_factory=OptimSettings)
-    objective: Annotated[ObjectiveSettings, Flat] = field(default_factory=ObjectiveSettings)
-    tune: Annotated[TuneSettings, Flat] = field(default_factory=TuneSettings)
-    run: Annotated[RunSettings, Flat] = field(default_factory=RunSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    merge: MergeSettings = field(default_factory=MergeSettings)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig, metadata={"prefixed": True})
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    tune: TuneSettings = field(default_factory=TuneSettings)
+    run: RunSettings = field(default_factory=RunSettings)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
@@ -176,9 +167,10 @@ class TrainSettings:
         require_at_least("statistics_images", self.merge.statistics_images, 1)
         require_at_least("lora_rank", self.tune.lora_rank, 0)
         require_at_least("bound_weight", self.objective.bound_weight, 0)
-        _require_positive("distill_temperature", self.objective.distill_temperature)
-        _require_below_one("drop_path", self.model.drop_path)
-        _require_below_one("distill_weight", self.objective.distill_weight)
+        temperature = self.objective.distill_temperature
+        require(temperature > 0, "distill_temperature", temperature, "positive")
+        _require_share("drop_path", self.model.drop_path)
+        _require_share("distill_weight", self.objective.distill_weight)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -208,8 +200,8 @@ def check_training(merge: MergingSettings, optim: OptimSettings, run: RunSetting
     require_at_least("warm_epochs", merge.warm_epochs, 0)
     require_at_least("noise", merge.noise, 0)
     require_at_least("clip", optim.clip, 0)
-    _require_positive("lr", optim.lr)
-    _require_below_one("ema", optim.ema)
+    require(optim.lr > 0, "lr", optim.lr, "positive")
+    _require_share("ema", optim.ema)
     require_method(merge.method)
     read_words(merge.method_options, owner="method_options")
 
@@ -228,20 +220,12 @@ def require_method(name: str, *, fitted: bool = True) -> None:
 
 def require_at_least(name: str, value: float, least: float) -> None:
     """Refuse a value below the least."""
-    if not value >= least:
-        raise ValueError(f"{name} is {value}, but must be at least {least}")
+    require(value >= least, name, value, f"at least {least}")
 
 
-def _require_positive(name: str, value: float) -> None:
-    """Refuse zero and negative values."""
-    if not value > 0:
-        raise ValueError(f"{name} is {value}, but must be positive")
-
-
-def _require_below_one(name: str, value: float) -> None:
+def _require_share(name: str, value: float) -> None:
     """Refuse what is no share below one."""
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} is {value}, but must be at least 0 and below 1")
+    require(0.0 <= value < 1.0, name, value, "at least 0 and below 1")
 
 
 T = TypeVar("T")
@@ -254,19 +238,23 @@ def to_yaml(settings: Any) -> str:
 
 def with_options(settings: T, options: Mapping[str, Any]) -> T:
     """Settings changed by options: names of fields in any flat group, or of whole groups."""
-    hints = get_type_hints(type(settings), include_extras=True)
-    flat = [name for name, hint in hints.items() if Flat in get_args(hint)]
-    homes = {field.name: g for g in flat for field in fields(getattr(settings, g))}
+    groups = {field.name: field for field in fields(cast("Any", settings))}
+    homes = {
+        field.name: name
+        for name, group in groups.items()
+        if is_dataclass(value := getattr(settings, name)) and not group.metadata.get("prefixed")
+        for field in fields(value)
+    }
     changes: dict[str, Any] = {}
     for name, value in options.items():
-        if name in hints or name not in homes:
+        if name in groups or name not in homes:
             together = isinstance(value, Mapping) and isinstance(changes.get(name), dict)
             changes[name] = changes[name] | dict(value) if together else value
         else:
             changes.setdefault(homes[name], {})[name] = value
-    unknown = [name for name in changes if name not in hints]
+    unknown = [name for name in changes if name not in groups]
     if unknown:
-        close = did_you_mean(unknown[0], [*hints, *homes])
+        close = did_you_mean(unknown[0], [*groups, *homes])
         raise ValueError(f"{unknown[0]} is no setting; {close}")
     return changed(settings, changes)
 
