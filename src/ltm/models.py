@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import json
 import math
 import pickle
 import re
@@ -527,6 +528,19 @@ def source_of(model: Network) -> ModelSource | None:
             return ModelSource(run=Path(model))
         return ModelSource(model=str(model), pretrained=True)
     return None
+
+
+def saved_config(run: Path) -> dict[str, Any] | None:
+    """The config.json of a saved network or detector, or of a training run; None without one."""
+    from ltm.api.saving import CONFIG, saved_folder
+
+    path = saved_folder(run) / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no readable JSON; copy it again") from error
 
 
 def name_of(model: Network) -> str:

@@ -12,6 +12,7 @@ import ltm
 from ltm.cli import main
 from ltm.models import ModelSource
 from ltm.web.networks import SAVED, own_network
+from ltm.web.settings import ServeSettings
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,9 @@ def test_a_saved_network_comes_with_its_merging_and_its_names(tmp_path: Path) ->
     ltm.merge_tokens_(model, ltm.ToMe(sites=(1,), counts=(9,)))
     names = tmp_path / "names.txt"
     names.write_text("cat\ndog\nfox\n", encoding="utf-8")
-    own = own_network(model, ModelSource(run=tmp_path), class_names=names, crop_ratio=0.8)
+    own = own_network(
+        model, ModelSource(run=tmp_path), ServeSettings(class_names=names, crop_ratio=0.8)
+    )
     assert own.class_names == ("cat", "dog", "fox")
     assert own.methods[0] == SAVED
     assert own.spec.crop_ratio == 0.8

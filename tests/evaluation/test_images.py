@@ -10,7 +10,7 @@ import timm
 import ltm
 from ltm.data.config import DataConfig
 from ltm.data.shapes import ShapesClassification
-from ltm.deployment.export import model_information
+from ltm.deployment.information import known_about
 from ltm.deployment.settings import ExportSettings
 from ltm.evaluation.images import expected_images, load_batches, open_images, part_images
 from written import write_shards
@@ -31,7 +31,7 @@ def test_images_need_not_be_square(oblong: Any) -> None:
     assert expected_images(oblong, DataConfig(crop_ratio=0.5)).size == (96, 64)
     images = load_batches(open_images(DATA, "val"), DATA, oblong, batch_size=2, workers=0)
     assert next(iter(images))[0].shape == (2, 3, 96, 64)
-    spec = model_information(oblong, ExportSettings(data=DATA, crop_ratio=0.5)).spec
+    spec = known_about(oblong, ExportSettings(crop_ratio=0.5), source=DATA).spec
     assert (spec.size, spec.crop_ratio) == ((96, 64), 0.5)
 
 

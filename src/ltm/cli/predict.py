@@ -66,9 +66,9 @@ def _say(line: str) -> None:
 
 def _check_onnx_alone(onnx: Path, source: ModelSource) -> None:
     """Refuse a network beside an ONNX file, and options that the file would ignore."""
-    from ltm.deployment.prediction import detector_folder
+    from ltm.deployment.prediction import is_detector
 
-    if source.run is not None and detector_folder(source.run) is not None:
+    if source.run is not None and is_detector(source.run):
         refuse_given({"onnx": onnx}, "a saved detector")
     if source.run is not None or source.model is not None:
         raise ValueError("onnx: give one of --onnx, --run and --model")

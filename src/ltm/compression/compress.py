@@ -176,7 +176,7 @@ def _open_pictures(pictures: str) -> tuple[NamedPicture, ...] | None:
         return None
     if pictures == "generated":
         return tuple(generated_pictures())
-    return tuple(read_pictures([Path(pictures)], NUM_PICTURES))
+    return tuple(read_pictures([pictures], NUM_PICTURES))
 
 
 class _Compression:

@@ -3,7 +3,7 @@
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +127,20 @@ def list_images(files: Files) -> Listing:
         parts = folder.split("/") if folder else []
         folders.update("/".join(parts[: depth + 1]) for depth in range(len(parts)))
     return Listing(str(files.path), tuple(images), frozenset(folders))
+
+
+def walk_images(folder: str | Path) -> Iterator[str]:
+    """Find the images of a folder, and of those in it, sorted; hidden ones are left out.
+
+    Only the names in the folders on the way down are in memory at a time.
+    """
+    with os.scandir(folder) as entries:
+        found = sorted((e for e in entries if _visible(e.name)), key=lambda e: e.name)
+    for entry in found:
+        if entry.is_dir():
+            yield from walk_images(entry.path)
+        elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:  # noqa: PTH122
+            yield entry.path
 
 
 def _visible(path: str) -> bool:

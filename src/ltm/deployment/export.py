@@ -28,16 +28,12 @@ from ltm.deployment.formats import (
     save_openvino,
     trace,
 )
-from ltm.deployment.information import (
-    ModelInformation,
-    describe,
-    saved_class_names,
-)
+from ltm.deployment.information import ModelInformation, known_about
 from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
 from ltm.deployment.settings import BATCH_SIZES, TOLERANCE, ExportSettings, Format
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import paired_interval
-from ltm.evaluation.images import expected_images, part_images
+from ltm.evaluation.images import part_images
 from ltm.evaluation.records import text_table
 from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.files import write_metrics
@@ -47,7 +43,6 @@ from ltm.models import (
     changed,
     check_classes,
     method_config,
-    num_classes_of,
     open_model,
     silent,
     source_of,
@@ -200,7 +195,7 @@ def export(
         calibration_images=settings.calibration_images if settings.int8 else 0,
     )
     run = None if source is None else source.run
-    job = Export(network, folder, model_information(network, settings, run))
+    job = Export(network, folder, known_about(network, settings, run=run, source=settings.data))
     number = max(settings.batch_sizes)
     sample = next(iter(_batches(job, parts.evaluation.take(number), settings, number))).images
     job.write(
@@ -222,16 +217,6 @@ def export(
         files=tuple(job.files),
         int8=tuple(rows),
     )
-
-
-def model_information(
-    network: nn.Module, settings: ExportSettings, run: Path | None = None
-) -> ModelInformation:
-    """What travels with the files: preprocessing, and class names where they are known."""
-    config = DataConfig(source=settings.data)
-    names = None if run is None else saved_class_names(run)
-    known = describe(network, class_names=names, spec=expected_images(network, config))
-    return known.adjusted(num_classes_of(network), settings.class_names, settings.crop_ratio)
 
 
 def _batches(

@@ -13,11 +13,11 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 from ltm.api import conversion_of, is_merging, token_counts
-from ltm.api.saving import saved_folder
 from ltm.data.config import DataConfig
 from ltm.data.transforms import ImageSpec
+from ltm.deployment.settings import InputSettings
 from ltm.evaluation.images import expected_images
-from ltm.models import name_of
+from ltm.models import name_of, num_classes_of, saved_config
 
 _PREFIX = "ltm."
 
@@ -47,16 +47,14 @@ class ModelInformation:
             if value is not None
         }
 
-    def adjusted(
-        self, num_classes: int, class_names: Path | None, crop_ratio: float | None
-    ) -> ModelInformation:
+    def adjusted(self, num_classes: int, given: InputSettings) -> ModelInformation:
         """With the class names of a file, and another crop, where they are given."""
         names, spec = self.class_names, self.spec
-        if class_names is not None:
-            names = read_class_names(class_names)
+        if given.class_names is not None:
+            names = read_class_names(given.class_names)
             _check_class_names(names, num_classes)
-        if crop_ratio is not None:
-            spec = dataclasses.replace(spec, crop_ratio=crop_ratio)
+        if given.crop_ratio is not None:
+            spec = dataclasses.replace(spec, crop_ratio=given.crop_ratio)
         return dataclasses.replace(self, class_names=names, spec=spec)
 
     @staticmethod
@@ -104,6 +102,19 @@ def describe(
     )
 
 
+def known_about(
+    model: nn.Module, given: InputSettings, *, run: Path | None = None, source: str = "images"
+) -> ModelInformation:
+    """What the user, the saved folder `run` and timm know about a network; the first to know wins.
+
+    `source` is where its images come from.
+    """
+    names = None if run is None or given.class_names is not None else saved_class_names(run)
+    spec = expected_images(model, DataConfig(source=source))
+    known = describe(model, class_names=names, spec=spec)
+    return known.adjusted(num_classes_of(model), given)
+
+
 def _check_class_names(names: Sequence[str] | None, number: int) -> None:
     """Refuse names that are not as many as the classes."""
     if names is not None and len(names) != number:
@@ -129,10 +140,7 @@ def read_class_names(path: Path) -> tuple[str, ...]:
 
 def saved_class_names(run: Path) -> tuple[str, ...] | None:
     """The class names in a saved model's folder, if it has any."""
-    config = saved_folder(run) / "config.json"
-    if not config.is_file():
-        return None
-    names = json.loads(config.read_text(encoding="utf-8")).get("label_names")
+    names = (saved_config(run) or {}).get("label_names")
     return None if not names else tuple(str(name) for name in names)
 
 

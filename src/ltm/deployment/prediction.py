@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import torch
@@ -24,17 +23,23 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ltm.api.saving import saved_folder
-from ltm.data.images import EXTENSIONS, decode
+from ltm.data.folders import walk_images
+from ltm.data.images import decode
 from ltm.data.transforms import evaluation_transform
 from ltm.deployment.formats import OnnxModel
-from ltm.deployment.information import (
-    ModelInformation,
-    describe,
-    saved_class_names,
-)
+from ltm.deployment.information import ModelInformation, known_about
 from ltm.deployment.settings import LineFormat, PredictSettings
 from ltm.files import write_metrics
-from ltm.models import ModelSource, Say, changed, open_model, refuse_given, silent, source_of
+from ltm.models import (
+    ModelSource,
+    Say,
+    changed,
+    open_model,
+    refuse_given,
+    saved_config,
+    silent,
+    source_of,
+)
 from ltm.progress import Progress
 
 if TYPE_CHECKING:
@@ -137,38 +142,27 @@ def _open_predictor(
         )
     if isinstance(model, str | Path) and Path(model).suffix.lower() == ".onnx":
         file = OnnxModel(Path(model))
-        return _classifier(file, file.information, settings)
+        known = file.information.adjusted(file.num_classes, settings)
+        return Classifier(file, known, settings.top)
     source = source_of(model)
     run = None if source is None else source.run
-    detector = None if run is None else detector_folder(run)
-    if source is not None and detector is not None:
+    if source is not None and run is not None and is_detector(run):
         given = {"class_names": settings.class_names, "crop_ratio": settings.crop_ratio}
         refuse_given({**vars(source), "run": None, **given}, "a saved detector")
         from ltm.detection.saving import load_detector  # noqa: PLC0415 - an optional extra
 
-        return Detector(load_detector(detector), settings.threshold)
+        return Detector(load_detector(saved_folder(run)), settings.threshold)
     if source is not None and run is None and source.model is None:
         raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
     network: Any = open_model(model, say=say)
     if not getattr(network, "num_classes", 0):
         raise ValueError("model: it has no classes to predict; take one with a head")
-    known = describe(network, class_names=None if run is None else saved_class_names(run))
-    return _classifier(network, known, settings)
+    return Classifier(network, known_about(network, settings, run=run), settings.top)
 
 
-def _classifier(scores: Any, known: ModelInformation, settings: PredictSettings) -> Classifier:
-    known = known.adjusted(scores.num_classes, settings.class_names, settings.crop_ratio)
-    return Classifier(scores, known, settings.top)
-
-
-def detector_folder(run: Path) -> Path | None:
-    """The folder of a saved detector, if `run` is one or holds one."""
-    folder = saved_folder(run)
-    try:
-        known = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return None  # Loading the network will say what is wrong.
-    return folder if isinstance(known, dict) and "detector" in known else None
+def is_detector(run: Path) -> bool:
+    """Whether a saved folder, or that of a training run, holds a detector."""
+    return "detector" in (saved_config(run) or {})
 
 
 # --- Models --------------------------------------------------------------------------------------
@@ -337,7 +331,7 @@ def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[
         if name == _STDIN:
             yield from _lines(sys.stdin if stdin is None else stdin)
         elif Path(name).is_dir():
-            yield from _walk(name)
+            yield from walk_images(name)
         elif name.lower().endswith(_LISTS):
             with Path(name).open(encoding="utf-8", errors="surrogateescape") as lines:
                 yield from _lines(lines)
@@ -347,16 +341,6 @@ def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[
 
 def _lines(lines: Iterable[str]) -> Iterator[str]:
     return filter(None, (line.rstrip("\r\n") for line in lines))
-
-
-def _walk(folder: str) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        found = sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
-    for entry in found:
-        if entry.is_dir():
-            yield from _walk(entry.path)
-        elif PurePath(entry.name).suffix.lower() in EXTENSIONS:
-            yield entry.path
 
 
 # --- Lines ---------------------------------------------------------------------------------------

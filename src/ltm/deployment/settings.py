@@ -17,7 +17,17 @@ BATCH_SIZES = (1, 3, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings:
+class InputSettings:
+    """What may be said about a network's images and classes."""
+
+    class_names: Path | None = None
+    """Text file, one name a line, or JSON; by default what is known."""
+    crop_ratio: float | None = None
+    """Evaluation crop as a share of the resized side; by default the model's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(InputSettings):
     """What to write, and what to prove it on."""
 
     method: str | None = None
@@ -38,10 +48,6 @@ class ExportSettings:
     """Labelled images for the accuracy of int8 files; by default all."""
     calibration_images: int = 128
     """Images that set the ranges of int8 files; none of them is evaluated."""
-    class_names: Path | None = None
-    """Text file, one name a line, or JSON; by default what is known."""
-    crop_ratio: float | None = None
-    """Evaluation crop as a share of the resized side; by default the model's."""
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     """Batch sizes at which files are compared with the network."""
     tolerance: float = TOLERANCE
@@ -59,13 +65,9 @@ class ExportSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictSettings:
+class PredictSettings(InputSettings):
     """How images are prepared, and what is said about them."""
 
-    class_names: Path | None = None
-    """Text file, one name a line, or JSON; by default what is known."""
-    crop_ratio: float | None = None
-    """Evaluation crop as a share of the resized side; by default the model's."""
     top: int = 5
     """How many classes to give."""
     threshold: float = 0.5

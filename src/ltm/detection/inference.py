@@ -196,7 +196,7 @@ def _read(images: Sequence[str | Path]) -> list[tuple[str, Tensor]]:
             shown = range(min(_GENERATED, len(dataset)))
             named += [(f"shapes-{i}", dataset[i][0]) for i in shown]
         else:
-            named += [(name, pil_to_tensor(image)) for name, image in read_pictures([Path(text)])]
+            named += [(name, pil_to_tensor(image)) for name, image in read_pictures([text])]
     return named
 
 

@@ -6,7 +6,6 @@ And what all detectors on pyramids share: their config, and heads in full precis
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from ltm.api import image_size_of, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.detection.settings import Task
 from ltm.methods import MethodConfig
-from ltm.models import closest, read_weights
+from ltm.models import closest, read_weights, saved_config
 
 Size = tuple[int, int]
 """Height and width."""
@@ -203,11 +202,11 @@ def build_pyramid(
             raise ValueError(
                 f"backbone: {backbone} has its own merging and weights; give no other."
             )
-        saved = json.loads((Path(backbone) / "config.json").read_text(encoding="utf-8"))
+        network, saved = load(backbone), saved_config(Path(backbone)) or {}
         host = {name: saved[name] for name in ("architecture", "model_args")}
         known = saved.get("pretrained_cfg") or {}
         host["normalisation"] = {name: known[name] for name in ("mean", "std") if name in known}
-        return Pyramid(load(backbone), strides, restore=restore, host=host)
+        return Pyramid(network, strides, restore=restore, host=host)
     _check_backbone(backbone)
     arguments, canvas = size_arguments(backbone, image_size)
     looked_at: Any = timm.create_model(backbone, features_only=True, **arguments)

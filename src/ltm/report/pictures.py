@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ltm.core.schedule import Grid
-from ltm.data.images import EXTENSIONS, decode
+from ltm.data.folders import walk_images
+from ltm.data.images import decode
 from ltm.data.shapes import example_pictures
 from ltm.data.transforms import ImageSpec, evaluation_transform
 from ltm.report.tracing import DROPPED, SiteMap, Traces, at_block
@@ -55,26 +57,35 @@ class Scenes:
         return len(self.pixels)
 
 
-def read_pictures(paths: Sequence[Path], limit: int | None = None) -> list[NamedPicture]:
-    """Read image files, and those of folders; what is no image is a ValueError."""
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS)
-            if not found:
-                raise ValueError(f"{path} holds no images: give image files or a folder of them")
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise FileNotFoundError(f"{path}: there is no such image or folder")
-    pictures: list[NamedPicture] = []
-    for file in files[:limit]:
+def read_pictures(
+    images: Sequence[str | Path | Image.Image], limit: int | None = None
+) -> list[NamedPicture]:
+    """Images as they are, image files, and those of folders; what is no image is a ValueError."""
+    found = (one for image in images for one in _opened(image))
+    return [
+        (name or f"image {number}", picture)
+        for number, (name, picture) in enumerate(islice(found, limit), start=1)
+    ]
+
+
+def _opened(image: str | Path | Image.Image) -> Iterator[NamedPicture]:
+    """An image, which has no name, or those of a path, by their names."""
+    if isinstance(image, Image.Image):
+        yield "", image.convert("RGB")
+        return
+    path = Path(image)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such image or folder")
+    files = iter((path,)) if path.is_file() else map(Path, walk_images(path))
+    file = None
+    for file in files:
         try:
-            pictures.append((file.stem, decode(file.read_bytes())))
+            picture = decode(file.read_bytes())
         except (OSError, ValueError, SyntaxError) as error:
             raise ValueError(f"{file} is no readable image: remove it or save it again") from error
-    return pictures
+        yield file.stem, picture
+    if file is None:
+        raise ValueError(f"{path} holds no images: give image files or a folder of them")
 
 
 def generated_pictures(number: int = NUM_PICTURES) -> list[NamedPicture]:

@@ -27,7 +27,6 @@ from ltm.models import Network, changed, method_config, name_of, open_model
 from ltm.processes import local_device
 from ltm.report.curves import display_name
 from ltm.report.pictures import (
-    NamedPicture,
     figure_bytes,
     film_bytes,
     generated_pictures,
@@ -89,7 +88,7 @@ def visualize(
     """
     settings = changed(settings, changes)
     device = local_device(settings.device)
-    named = _pictures(images, settings.limit)
+    named = read_pictures(images, settings.limit) if images else generated_pictures(_PER_SHEET)
     models = _converted(open_model(model, device, merges=True), settings)
     last = list(models.values())[-1]
     spec = expected_images(last, DataConfig())
@@ -121,18 +120,6 @@ def visualize(
         pictures=pictures,
         tokens=tuple(tokens),
     )
-
-
-def _pictures(images: Sequence[str | Path | Image], limit: int) -> list[NamedPicture]:
-    if not images:
-        return generated_pictures(_PER_SHEET)
-    named: list[NamedPicture] = []
-    for image in images:
-        if isinstance(image, Image):
-            named.append((f"image {len(named) + 1}", image.convert("RGB")))
-        else:
-            named += read_pictures([Path(image)], limit - len(named))
-    return named[:limit]
 
 
 def _converted(model: nn.Module, settings: VisualizeSettings) -> dict[str, nn.Module]:

@@ -1,6 +1,5 @@
 """From settings to a network that can train: made, loaded, given the data's classes, converted."""
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ from ltm.api.saving import (
     write_weights,
 )
 from ltm.data.transforms import ImageSpec, image_spec
+from ltm.files import write_json
 from ltm.methods import MethodConfig
 from ltm.models import (
     ArgumentsError,
@@ -27,6 +27,7 @@ from ltm.models import (
     head_parameters,
     read_weights,
     read_words,
+    saved_config,
     silent,
 )
 from ltm.training.settings import MergingSettings, ModelSettings, TrainSettings
@@ -46,9 +47,12 @@ def build(settings: TrainSettings, num_classes: int, say: Say = silent) -> Built
     """
     check_num_classes(settings.model, settings.data.source, num_classes)
     method = method_config(settings.merge)
-    saved = _read_saved(Path(settings.model.weights)) if settings.model.weights else None
-    if saved is not None and "token_merging" in saved.config:
-        return _continue_from(saved, settings, method, num_classes)
+    if settings.model.weights is not None:
+        folder = saved_folder(Path(settings.model.weights))
+        config = saved_config(folder) or {}
+        if "token_merging" in config:
+            host = _host_of(folder, config, settings)
+            return _continue_from(folder, host, settings, method, num_classes)
     model, new = make_timm_model(settings, num_classes), False
     if settings.model.weights is not None:
         new = bool(load_weights_(model, settings.model.weights, say))
@@ -120,29 +124,15 @@ def load_weights_(model: nn.Module, path: str | Path, say: Say = silent) -> list
     )
 
 
-class _Saved(NamedTuple):
-    """The folder of a network that ltm wrote, and its config."""
-
-    folder: Path
-    config: dict[str, Any]
-
-
-def _read_saved(folder: Path) -> _Saved | None:
-    """Read a config; None where there is none."""
-    config = saved_folder(folder) / CONFIG
-    if not config.is_file():
-        return None
-    try:
-        return _Saved(config.parent, json.loads(config.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{config} is no readable JSON; copy it again") from error
-
-
 def _continue_from(
-    saved: _Saved, settings: TrainSettings, method: MethodConfig | None, num_classes: int
+    folder: Path,
+    host: nn.Module | None,
+    settings: TrainSettings,
+    method: MethodConfig | None,
+    num_classes: int,
 ) -> Built:
     """Load a token-merging model, its ratio and classes changed where they differ."""
-    folder, model = saved.folder, load(saved.folder, _host_of(saved, settings))
+    model = load(folder, host)
     done = conversion_of(model)
     if method is None or done.config.name != method.name:
         raise ValueError(
@@ -173,23 +163,23 @@ def _continue_from(
     return Built(model, head_parameters(model))
 
 
-def _host_of(saved: _Saved, settings: TrainSettings) -> nn.Module | None:
+def _host_of(folder: Path, config: dict[str, Any], settings: TrainSettings) -> nn.Module | None:
     """The untouched network of a saved one; None where it was made without arguments."""
-    name, known = settings.model.name.partition(".")[0], saved.config["architecture"]
+    name, known = settings.model.name.partition(".")[0], config["architecture"]
     if known != name:
-        raise ValueError(f"{saved.folder} holds a {known}, but model is {name}; use model={known}")
+        raise ValueError(f"{folder} holds a {known}, but model is {name}; use model={known}")
     if not settings.model.model_args:
         return None
     untouched = replace(settings, model=replace(settings.model, pretrained=False))
-    return make_timm_model(untouched, saved.config["num_classes"])
+    return make_timm_model(untouched, config["num_classes"])
 
 
 def saved_architecture(folder: Path) -> str:
     """The timm name of the network in a folder that ltm wrote."""
-    saved = _read_saved(folder)
-    if saved is None:
+    config = saved_config(folder)
+    if config is None:
         raise FileNotFoundError(f"model {folder} has no {CONFIG}: give a folder that ltm wrote")
-    return saved.config["architecture"]
+    return config["architecture"]
 
 
 def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | None = None) -> None:
@@ -204,7 +194,7 @@ def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | N
     names = telling_names(class_names or ())
     if names is not None:
         config["label_names"] = names
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG, config)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

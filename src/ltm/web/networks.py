@@ -27,7 +27,8 @@ from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
 from ltm.data.shapes import ShapesClassification
 from ltm.data.transforms import ImageSpec, evaluation_transform, image_spec
-from ltm.deployment.information import describe, saved_class_names
+from ltm.deployment.information import known_about
+from ltm.deployment.settings import InputSettings
 from ltm.methods import methods
 from ltm.models import ModelSource, name_of, num_classes_of
 
@@ -68,17 +69,9 @@ class Network:
         return select_adapter(shadow).layout(shadow, self.spec.size)
 
 
-def own_network(
-    model: nn.Module,
-    source: ModelSource,
-    *,
-    class_names: Path | None = None,
-    crop_ratio: float | None = None,
-) -> Network:
+def own_network(model: nn.Module, source: ModelSource, given: InputSettings) -> Network:
     """A network that somebody brought, with what is known about its images and classes."""
-    names = None if source.run is None else saved_class_names(source.run)
-    known = describe(model, class_names=None if class_names is not None else names)
-    known = known.adjusted(num_classes_of(model), class_names, crop_ratio)
+    known = known_about(model, given, run=source.run)
     return as_network(name_of(source), model, known.spec, known.class_names)
 
 
@@ -216,10 +209,6 @@ def embedded_network(name: str) -> Network:
     spec = image_spec(DataConfig(source="shapes"), model)
     transform = evaluation_transform(spec, normalize=True)
     images = ShapesClassification("train", _SAMPLE, SIDE, CLASSES, transform=transform)
-    return Network(
-        name=embedded_title(name),
-        model=model.eval().requires_grad_(False),
-        spec=spec,
-        class_names=tuple(images.class_names),
-        sample=torch.stack([images[index][0] for index in range(len(images))]),
-    )
+    sample = torch.stack([images[index][0] for index in range(len(images))])
+    names = tuple(images.class_names)
+    return as_network(embedded_title(name), model.requires_grad_(False), spec, names, sample)

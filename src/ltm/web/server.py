@@ -71,9 +71,7 @@ def _networks(source: ModelSource, settings: ServeSettings) -> list[Network]:
         if not settings.embedded:
             raise ValueError("embedded: there is no network to show; name one, or give --run")
         return [embedded_network(name) for name in settings.embedded]
-    own = own_network(
-        source.load(), source, class_names=settings.class_names, crop_ratio=settings.crop_ratio
-    )
+    own = own_network(source.load(), source, settings)
     return [own, *(embedded_network(name) for name in settings.embedded)]
 
 

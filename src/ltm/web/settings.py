@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+
+from ltm.deployment.settings import InputSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings:
+class ServeSettings(InputSettings):
     """What the page offers, and where it listens."""
 
-    class_names: Path | None = None
-    """Text file, one name a line, or JSON; by default what is known."""
-    crop_ratio: float | None = None
-    """Evaluation crop as a share of the resized side; by default the model's."""
     embedded: tuple[Literal["ViT", "Swin"], ...] = ("ViT", "Swin")
     """Embedded networks to offer beside it."""
     host: str = "127.0.0.1"
