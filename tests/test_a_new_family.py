@@ -20,10 +20,10 @@ from ltm.adapters.blocks import (
     revert_block_,
 )
 from ltm.api import report
+from ltm.core.attention import size_bias
 from ltm.data.config import DataConfig
 from ltm.data.shapes import example_pictures
 from ltm.data.transforms import image_spec
-from ltm.kernels.attention import size_bias
 from ltm.methods.base import MethodConfig, Site
 from ltm.web.inspection import inspect
 from ltm.web.networks import Networks, as_network

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ltm
 from ltm.api import conversion_of, fit_, mergers
-from ltm.core.merge import MatchedMerge
+from ltm.core.merge import MatchedMerge, token_sizes
 from ltm.data.shapes import example_pictures
 from ltm.data.transforms import image_spec
 from ltm.evaluation.evaluate import evaluate
@@ -28,7 +28,6 @@ from ltm.methods.base import (
     Images,
     Merger,
     Site,
-    token_size,
 )
 from ltm.models import method_config
 from ltm.report.curves import Point, accuracy_figure, display_name
@@ -47,7 +46,7 @@ class NeighbourMerger(Merger):
         self.fitted = False
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        k, size = self.site.num_prefix, token_size(tokens, hints)
+        k, size = self.site.num_prefix, token_sizes(tokens, hints.size)
         num_in = tokens.shape[1] - k
         place = torch.arange(num_in, device=tokens.device) * hints.num_out // num_in
         prefix = torch.arange(k, device=tokens.device)

@@ -7,8 +7,8 @@ import torch
 from timm.utils import ModelEmaV3
 
 import ltm
-from ltm import kernels
 from ltm.api import mergers
+from ltm.core.mask_gradient import weigh
 from toys import pictures, size_of, toy
 
 
@@ -176,7 +176,7 @@ def test_the_informative_step_lowers_the_bound():
         return (phi * step.costs[labels]).sum(1)
 
     flat = torch.zeros(6, 20)
-    direction, _ = kernels.weigh(tokens, size, None, step.step(labels), 0)
+    direction, _ = weigh(tokens, size, None, step.step(labels), 0)
     assert (bound(1e-2 * direction) < bound(flat) + 1e-7).all()
     assert (bound(1e-2 * direction) < bound(flat)).any()
 

@@ -12,8 +12,8 @@ from ltm.core.merge import (
     StaticMerge,
     compose_weights,
     restore_through,
+    widened,
 )
-from ltm.kernels import widened
 
 B, K, C = 3, 2, 5
 

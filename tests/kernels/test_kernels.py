@@ -10,7 +10,8 @@ import pytest
 import torch
 from timm.layers.attention import Attention
 
-from ltm.kernels import attention as attention_step, dispatch
+from ltm.core import attention as attention_step
+from ltm.kernels import dispatch
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +123,7 @@ def test_they_are_for_inference_on_a_gpu():
         dispatch.enable(before)
 
 
-def test_wide_networks_have_their_importance_from_a_kernel(monkeypatch):
+def test_wide_networks_have_their_importance_from_a_kernel(monkeypatch, unchecked_shapes):
     asked = []
     monkeypatch.setattr(dispatch, "_runs_on", lambda _: True)
     monkeypatch.setattr(attention_step, "_importance", lambda *_: asked.append(_) or torch.zeros(1))

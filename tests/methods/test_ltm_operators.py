@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ltm.api import merge_maps, merge_tokens_, set_ratio_, token_counts, unmerge_tokens_
-from ltm.kernels.matching import (
+from ltm.core.matching import (
     Rule,
     by_attention,
     match_least_harm,
@@ -190,7 +190,7 @@ def test_attention_is_read_only_where_it_matters() -> None:
 def test_tokens_weigh_by_the_attention_of_their_patches() -> None:
     received, size = torch.tensor([[0.5, 0.1, 0.4]]), torch.tensor([[1.0, 1.0, 4.0]])
     tokens = torch.zeros(1, 3, 8)
-    rule = _merger("merge").rule(tokens, Hints(num_out=1))
+    rule = Rule(num_leaving=1, num_prefix=1, protection=1.0, attended=Matched().attended)
     weight = by_attention(None, tokens, size, received, rule)
     assert torch.allclose(weight[:, 1:], (size * (3 * received / size).sqrt())[:, 1:])
     assert torch.equal(weight[:, :1], size[:, :1])  # the class token is nobody's patch

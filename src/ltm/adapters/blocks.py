@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ltm import kernels
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
+from ltm.kernels.dispatch import compact
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 _T = TypeVar("_T")
@@ -337,7 +337,7 @@ class MergingMixin(nn.Module):
             grid_out = None if grid is None else site.grid_for(grid)
             num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
             if num_out < num_patches or merger.own_counts:
-                z = kernels.compact(z)
+                z = compact(z)
                 hints = Hints(
                     num_out=num_out,
                     grid_in=grid,

@@ -15,7 +15,6 @@ from timm.models.mobilevit import MobileVitBlock
 from timm.models.vision_transformer import Block as HostBlock
 from torch import Tensor, nn
 
-from ltm import kernels
 from ltm.adapters.base import Block, Layout, Run, observed_shapes, register
 from ltm.adapters.blocks import (
     MergingMixin,
@@ -27,6 +26,7 @@ from ltm.adapters.blocks import (
     revert_block_,
 )
 from ltm.adapters.grids import GridAdapter, MergingGridModel, stretch
+from ltm.core.attention import attend, attention_hints
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -70,9 +70,7 @@ class MergingLayer(MergingMixin, HostBlock):
     ) -> Tensor:
         tokens = self.entering(x)
         size = self.of_pixels(tokens.size) if self.slot.proportional else None
-        attended = kernels.attend(
-            self.attn, self.norm1(x), size, mask=attn_mask, is_causal=is_causal
-        )
+        attended = attend(self.attn, self.norm1(x), size, mask=attn_mask, is_causal=is_causal)
         z = x + self.drop_path1(self.ls1(attended))
         patches, _, merge = self.merge(pixels_to_patches(z, self.area), tokens, grid=tokens.grid)
         z = z if merge is None else patches_to_pixels(patches, self.area)
@@ -85,9 +83,7 @@ class MergingLayer(MergingMixin, HostBlock):
         return size.repeat_interleave(self.area, dim=0)
 
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
-        per_pixel = kernels.attention_hints(
-            self.attn, qkv, self.of_pixels(size), needs, class_token=False
-        )
+        per_pixel = attention_hints(self.attn, qkv, self.of_pixels(size), needs, class_token=False)
         return {
             name: pixels_to_patches(value, self.area)
             if name == "keys"

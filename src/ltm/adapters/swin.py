@@ -20,7 +20,6 @@ from timm.models.swin_transformer import (
 )
 from torch import Tensor, nn
 
-from ltm import kernels
 from ltm.adapters.base import Layout, Run, observed_shapes, register
 from ltm.adapters.blocks import (
     MergingMixin,
@@ -32,6 +31,7 @@ from ltm.adapters.blocks import (
     revert_block_,
 )
 from ltm.adapters.grids import GridAdapter, MergingGridModel, blocks_by_width, starts_of
+from ltm.core.attention import attention_hints
 from ltm.core.merge import Merge, Merged
 from ltm.core.schedule import Grid, halve
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -194,7 +194,7 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         found: dict[str, Any] = {}
         if merger.needs:
             qkv = self.slot.state.take_projected(self.slot.index)
-            found = kernels.attention_hints(self.attn, qkv, real, merger.needs, class_token=False)
+            found = attention_hints(self.attn, qkv, real, merger.needs, class_token=False)
         labels = hints.labels
         if labels is not None:
             labels = labels.repeat_interleave(inside.shape[0] // z.shape[0])

@@ -12,7 +12,6 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block as HostBlock, VisionTransformer
 from torch import Tensor, nn
 
-from ltm import kernels
 from ltm.adapters.base import Adapter, Block, Layout, Run, register
 from ltm.adapters.blocks import (
     MergingMixin,
@@ -26,6 +25,7 @@ from ltm.adapters.blocks import (
     revert_block_,
 )
 from ltm.adapters.conversion import Resizable
+from ltm.core.attention import attend, attention_hints
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -45,7 +45,7 @@ class MergingBlock(MergingMixin, HostBlock):
         if (attn_mask is not None or is_causal) and tokens.merges:
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
         size = tokens.size if self.slot.proportional else None
-        attended = kernels.attend(
+        attended = attend(
             self.attn, self.norm1(x), size, self.slot.counting, mask=attn_mask, is_causal=is_causal
         )
         z = x + self.drop_path1(self.ls1(attended))
@@ -53,7 +53,7 @@ class MergingBlock(MergingMixin, HostBlock):
         return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
 
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
-        return kernels.attention_hints(
+        return attention_hints(
             self.attn, qkv, size, needs, self.slot.counting, class_token=self.class_token
         )
 

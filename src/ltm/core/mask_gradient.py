@@ -1,83 +1,166 @@
-"""The gradient of the bound IBB with respect to a merging mask, in closed form.
+"""The gradient of the bound IBB with respect to a merging mask, in closed form; the step down it.
 
 Letters: `Z` tokens before merging (n x d), `G` the mask (n x p), `X~ = G^T Z` the merged tokens,
 `x` a feature of them and `f = x / |x|`; `phi[a]` its membership in class a, `c[a]` the centroid of
-class a, `q[a, y]` the variational Q(X~ in a | Y = y), `psi[a]` what class a costs the sample, `V`
-the gradient of IBB_i, the bound's term of sample i, with respect to x.
+class a, `Q(a | y)` the variational distribution, `psi[a]` what class a costs the sample, `V` the
+gradient of IBB_i, the bound's term of sample i, with respect to x.
 
 The feature is either all merged tokens, flattened (token space, the paper's letter), or their mean
-(pooled space). Everything is per sample: the gradient of IBB is the mean over samples. All results
-are gradients, uphill; a descent step subtracts them.
+(pooled space). Everything is per sample: the gradient of IBB is the mean over samples. Gradients
+point uphill; the step subtracts them.
+
+Shapes: b images, t tokens with their prefix, n patch tokens, p merged tokens, c channels, d
+features, y classes.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
 import torch
-from jaxtyping import Bool, Float, Num
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
-from ltm.core import validation
-from ltm.core.clustering import class_membership, normalise
-from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, widen
+from ltm.core.merge import token_sizes
+from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, operator, uses_triton, widen
+
+_MAX_TOKENS = 4096
+"""More tokens than this are not weighed in one program."""
+_MAX_LOGIT = 8.0
+"""Logits are bounded, so that no target's weights can vanish."""
 
 
-def psi(q: Float[Tensor, "a y"], labels: Num[Tensor, "b *y"]) -> Float[Tensor, "b a"]:
-    """Cost of a class, `psi_a = -sum_y P(y) log Q(X~ in a | Y = y)`, of the proposition.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step:
+    """What the informative step needs to know besides the tokens."""
 
-    `labels` are classes (whole numbers, `b`) or soft labels (`b y`). What psi holds besides is the
-    same for every class, and cancels in the gradient. Neither Q nor labels carry gradient.
-    """
-    validation.check_features("q", q, num_dims=2)
-    costs = -widen(q.detach()).clamp_min(torch.finfo(torch.float32).tiny).log()
-    num_labels = q.shape[1]
-    if labels.is_floating_point():
-        validation.check_features("labels", labels, num_dims=2)
-        validation.check_shape(
-            "labels", labels, (labels.shape[0], num_labels), "one weight per column of q"
+    centroids: Float[Tensor, "y d"]
+    offsets: Float[Tensor, "y"]
+    """What class membership needs of the classes alone."""
+    costs: Float[Tensor, "y y"]
+    """`-log Q(a | y)`, transposed: soft labels times this are the costs psi."""
+    beta: float
+    eta: float
+    gain: Tensor | None = None
+    """The length of the step in units of its own spread; None takes the step as it is."""
+    labels: Int[Tensor, "b"] | None = None
+    """True labels; None: the membership of each image stands for them."""
+    mapping: nn.Module | None = None
+    """A layer that is added to the tokens before the step looks at them."""
+
+    def looks_at(self, patches: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
+        """The patches as the step sees them."""
+        layer: Any = self.mapping
+        if layer is None:
+            return patches
+        return patches + layer(patches.to(layer.weight.dtype)).to(patches.dtype)
+
+    def direction(self, feature: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        """The gradient of the bound with respect to the feature, V in the paper's proposition."""
+        return bound_gradient(
+            feature, self.centroids, self.offsets, self.costs, beta=self.beta, labels=self.labels
         )
-        with full_precision(costs):
-            return labels.detach().to(costs.dtype) @ costs.mT
-    validation.check_features("labels", labels, num_dims=1)
-    validation.check_labels(labels, labels.shape[0], num_labels)
-    return costs.mT[labels.long()]
+
+    def by_kernel(self, tokens: Tensor, carry: Tensor | None) -> bool:
+        """Whether Triton takes this step on these tokens."""
+        fits = self.labels is None and self.mapping is None and tokens.shape[1] <= _MAX_TOKENS
+        return fits and uses_triton(tokens, carry, self.gain)
+
+    def arguments(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor, float, float]:
+        """What the kernels take of it, in their order."""
+        return self.gain, self.centroids, self.offsets, self.costs, self.beta, self.eta
 
 
-def membership_gradient(
-    phi: Float[Tensor, "b c"],
-    psi: Float[Tensor, "b c"],
-    centroids: Float[Tensor, "c d"],
-    beta: float,
-) -> Float[Tensor, "b d"]:
-    """Gradient of IBB_i with respect to f, `2 beta (w - sum(w) phi)^T c` with `w = phi psi`.
+def weigh(
+    tokens: Float[Tensor, "b t c"],
+    size: Float[Tensor, "_ t"] | None,
+    carry: Float[Tensor, "_ n"] | None,
+    step: Step | None,
+    num_prefix: int,
+) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"] | None]:
+    """The logits of the patches after the step, `carry - eta dIBB/dG`; the weights of all tokens.
 
-    Written as `phi (psi - sum(w))`: what is constant in psi is gone before anything is rounded.
+    `size` is None while all sizes are one, `carry` where logits start from zero. Without a step
+    logits stay what they are. Without logits there are no weights: tokens weigh by size.
     """
-    validation.check_beta(beta)
-    with full_precision(phi):
-        weights = phi * (psi - (phi * psi).sum(-1, keepdim=True))
-        return 2 * beta * weights @ widen(centroids.detach()).to(weights.dtype)
+    if step is not None and step.by_kernel(tokens, carry):
+        return _inform(tokens, size, carry, *step.arguments(), num_prefix)
+    if step is None and carry is None:
+        return None, None
+    size, logits = token_sizes(tokens, size), carry
+    if step is not None:
+        logits = _stepped(tokens[:, num_prefix:], size[:, num_prefix:], carry, step)
+    assert logits is not None
+    weight = size[:, num_prefix:] * logits.exp()
+    return logits, torch.cat([size[:, :num_prefix], weight], dim=1)
 
 
-def feature_gradient(
-    features: Float[Tensor, "b d"],
-    centroids: Float[Tensor, "c d"],
-    psi: Float[Tensor, "b c"],
-    beta: float,
-    present: Bool[Tensor, "c"] | None = None,
-) -> Float[Tensor, "b d"]:
-    """Gradient V of IBB_i with respect to the raw feature x, through its normalisation.
-
-    A zero feature has no direction to turn: its gradient is zero.
-    """
-    phi = class_membership(features, centroids, beta, present)
-    validation.check_shape("psi", psi, tuple(phi.shape), "samples by classes")
-    return through_normalisation(features, membership_gradient(phi, psi, centroids, beta))
+def _stepped(
+    patches: Float[Tensor, "b n c"], size: Float[Tensor, "b n"], carry: Tensor | None, step: Step
+) -> Float[Tensor, "b n"]:
+    tokens = step.looks_at(patches)
+    share = size / size.sum(1, keepdim=True)
+    feature = (share[:, None].to(tokens.dtype) @ tokens)[:, 0]
+    logits = -pooled_gradient(tokens, step.direction(feature))
+    if step.gain is not None:
+        spread = logits.std(dim=1, keepdim=True, correction=0)
+        logits = step.gain * (logits - logits.mean(dim=1, keepdim=True)) / (spread + 1e-6)
+    logits = step.eta * logits
+    if carry is not None:
+        logits = logits + carry
+    return logits.clamp(-_MAX_LOGIT, _MAX_LOGIT)
 
 
 def class_offsets(
-    centroids: Float[Tensor, "c d"], beta: float, present: Bool[Tensor, "c"]
-) -> Float[Tensor, "c"]:
+    centroids: Float[Tensor, "y d"], beta: float, present: Bool[Tensor, "y"]
+) -> Float[Tensor, "y"]:
     """What class membership needs of the classes alone: `phi = softmax(offsets + 2 beta c f)`."""
     offsets = -beta * widen(centroids.detach()).square().sum(-1)
     return offsets.masked_fill(~present, torch.finfo(offsets.dtype).min)
+
+
+def bound_gradient(
+    features: Float[Tensor, "b d"],
+    centroids: Float[Tensor, "y d"],
+    offsets: Float[Tensor, "y"],
+    costs: Float[Tensor, "y y"],
+    *,
+    beta: float,
+    labels: Int[Tensor, "b"] | None = None,
+) -> Float[Tensor, "b d"]:
+    """The gradient V of IBB_i with respect to a raw feature x, through its normalisation.
+
+    With respect to f it is `2 beta (w - sum(w) phi)^T c`, `w = phi psi`, written as
+    `phi (psi - sum(w))`: what is constant in psi is gone before anything is rounded. `costs` are
+    `-log Q`, transposed; without labels they are weighed by the membership itself. Products are in
+    the precision of the centroids. A zero feature has no direction to turn: its gradient is zero.
+    """
+    with full_precision(features):
+        x = widen(features)
+        length = cast("Tensor", torch.linalg.vector_norm(x, dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
+        unit = x / length.clamp_min(ZERO_LENGTH)
+        logits = torch.addmm(offsets, unit.to(centroids.dtype), centroids.mT, alpha=2 * beta)
+        phi = widen(logits).softmax(-1)
+        psi = phi.detach().to(costs.dtype) @ costs if labels is None else costs[labels]
+        weights = 2 * beta * phi * (psi - (phi * psi).sum(-1, keepdim=True))
+        gradient = (weights.to(centroids.dtype) @ centroids).to(unit.dtype)
+        across = gradient - (gradient * unit).sum(-1, keepdim=True) * unit
+        return torch.where(length > ZERO_LENGTH, across / length.clamp_min(ZERO_LENGTH), 0)
+
+
+def pooled_gradient(
+    tokens: Float[Tensor, "b n d"], gradient: Float[Tensor, "b d"]
+) -> Float[Tensor, "b n"]:
+    """Pooled space: one gradient per token, `z_n . v`, the same for every merged token.
+
+    The factor common to a column of the mask (1 / p, or the share of its size) is dropped.
+    """
+    with full_precision(tokens):
+        return (widen(tokens).to(gradient.dtype) @ gradient[:, None].mT)[..., 0]
 
 
 def token_gradient(
@@ -87,20 +170,34 @@ def token_gradient(
 
     `gradient` is V of the flattened merged tokens, unflattened to `b p d`.
     """
-    validation.check_features("tokens", tokens, num_dims=3)
-    validation.check_features("gradient", gradient, num_dims=3)
-    batch, _, width = tokens.shape
-    validation.check_shape(
-        "gradient", gradient, (batch, gradient.shape[1], width), "the samples and width of tokens"
-    )
     with full_precision(tokens):
         return widen(tokens).to(gradient.dtype) @ gradient.mT
 
 
-def through_normalisation(x: Tensor, gradient: Tensor) -> Tensor:
-    """Apply the Jacobian of `x / |x|`, which is `(I - f f^T) / |x|`."""
-    x = widen(x).to(gradient.dtype)
-    unit = normalise(x)
-    length = (x * unit).sum(-1, keepdim=True)
-    across = gradient - (gradient * unit).sum(-1, keepdim=True) * unit
-    return torch.where(length > ZERO_LENGTH, across / length.clamp_min(ZERO_LENGTH), 0)
+@operator
+def _inform(
+    tokens: Tensor,
+    size: Tensor | None,
+    carry: Tensor | None,
+    gain: Tensor | None,
+    centroids: Tensor,
+    offsets: Tensor,
+    costs: Tensor,
+    beta: float,
+    eta: float,
+    num_prefix: int,
+) -> tuple[Tensor, Tensor]:
+    b, t = tokens.shape[:2]
+    logits = tokens.new_empty(b, t - num_prefix, dtype=torch.float32)
+    return logits, logits.new_empty(b, t)
+
+
+def step_flops(tokens: list[int], num_prefix: int, num_classes: int) -> int:
+    """Operations of the step, as counted in the torch definition."""
+    b, t, c = tokens
+    return 4 * b * (t - num_prefix) * c + 2 * b * num_classes * (2 * c + num_classes)
+
+
+@register_flop_formula(torch.ops.ltm.inform)
+def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
+    return step_flops(tokens, arguments[-1], arguments[3][0])

@@ -6,20 +6,39 @@ spreads merged tokens back to where they came from; `weights` is the merging mas
 Letters: b images, n patch tokens before, p patch tokens after, k leading prefix tokens (class,
 distillation, register tokens), which every merge passes through untouched; c channels.
 A decision that is the same for every image has b = 1 in its own tensors and applies to any batch.
+Each form holds its torch definition, and asks whether a Triton kernel takes over.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from ltm import kernels
-from ltm.kernels.merging import Groups, Merged, at_most_one, over, separable
+from ltm.kernels.dispatch import operator, uses_triton
+
+_MAX_SIDE = 64
+"""Wider grids are not merged row by row."""
+_TINY = 1e-12
+
+
+class Merged(NamedTuple):
+    """What comes out of a merge."""
+
+    tokens: Float[Tensor, "b kp c"]
+    sizes: Float[Tensor, "_ kp"]
+    """How many original patches each token stands for."""
+    values: Float[Tensor, "_ p"] | None
+    """What the patches hand on, where they had any values."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,11 +96,22 @@ class Merge(ABC):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class MatchedMerge(Groups, Merge):
+class MatchedMerge(Merge):
     """A merge into groups, which matching makes: every token goes to exactly one place.
 
     It costs n additions; on a GPU a product with a 0/1 matrix does them faster.
     """
+
+    assignment: Int[Tensor, "b kn"]
+    """The place of each token after the merge, prefix tokens included."""
+    weight: Float[Tensor, "b kn"]
+    """The weight of each token in its group; a token of weight zero is pruned."""
+    num_places: int
+    """Tokens after the merge, prefix included."""
+    keep_norm: bool = False
+    """Give each merged token the largest norm of its group (averaging shrinks norms)."""
+    order: tuple[Int[Tensor, "b kp"], Int[Tensor, "b r"]] | None = None
+    """Who stays and who leaves, where a kernel has told: then another one does the merge."""
 
     @property
     def num_in(self) -> int:
@@ -92,7 +122,7 @@ class MatchedMerge(Groups, Merge):
         return self.num_places - self.num_prefix
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        return kernels.merge_groups(x, self).tokens
+        return self.apply(x, None).tokens
 
     def apply(
         self,
@@ -100,7 +130,26 @@ class MatchedMerge(Groups, Merge):
         size: Float[Tensor, "_ kn"] | None,
         values: Float[Tensor, "_ n"] | None = None,
     ) -> Merged:
-        return kernels.merge_groups(x, self, size, values)
+        if self.order is not None and uses_triton(x, self.weight, values):
+            merged, sizes, means = _merge_groups(
+                x, self.weight, size, values, self.assignment, *self.order, self.keep_norm
+            )
+            return Merged(merged, sizes, None if values is None else means)
+        merged = self.average(x)
+        if self.keep_norm:
+            norm = _length(x) * (self.weight > 0)
+            largest = norm.new_zeros(x.shape[0], self.num_places)
+            largest = largest.scatter_reduce(1, self.assignment, norm, "amax")
+            factor = largest / _length(merged).clamp_min(_TINY)
+            merged = merged * factor[..., None].to(x.dtype)
+        if size is None:
+            size = x.new_ones(1, x.shape[1], dtype=torch.float32)
+        return Merged(merged, self.sizes(size), None if values is None else self.hand_on(values))
+
+    def average(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
+        """Weighted means; who is alone in its group stays exactly as it is."""
+        total = self._total().gather(1, self.assignment[..., None])
+        return self._add(x * (self.weight[..., None] / total).to(x.dtype))
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return y.gather(1, self.assignment[..., None].expand(-1, -1, y.shape[-1]))
@@ -108,17 +157,43 @@ class MatchedMerge(Groups, Merge):
     def weights(self) -> Float[Tensor, "b n p"]:
         places = torch.arange(self.num_places, device=self.assignment.device)
         chosen = self.assignment[..., None] == places
-        mask = chosen * (self.weight[..., None] / self.total().mT)
+        mask = chosen * (self.weight[..., None] / self._total().mT)
         return mask[:, self.num_prefix :, self.num_prefix :]
+
+    def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "b kp"]:
+        """Sums of sizes, without those of tokens that are pruned."""
+        counted = size.expand(self.assignment.shape[0], -1) * (self.weight > 0)
+        return self._add(counted[..., None])[..., 0]
+
+    def _total(self) -> Float[Tensor, "b kp 1"]:
+        """The weight of each group."""
+        return self._add(self.weight[..., None]).clamp_min(_TINY)
+
+    def _add(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
+        """Sums over the groups."""
+        if x.is_cuda and x.shape[-1] > 1:
+            # One product of a 0/1 matrix: many times faster than scattering on a GPU.
+            places = torch.arange(self.num_places, device=x.device)
+            return (self.assignment[:, None] == places[:, None]).to(x.dtype) @ x
+        index = self.assignment[..., None].expand(-1, -1, x.shape[-1])
+        return x.new_zeros(x.shape[0], self.num_places, x.shape[-1]).scatter_add(1, index, x)
 
 
 def row_normalise(mask: Tensor) -> Tensor:
     """Rows that sum to one, or to zero where nothing is in them."""
-    return over(mask, mask.sum(-1, keepdim=True))
+    return _over(mask, mask.sum(-1, keepdim=True))
 
 
 def _column_normalise(mask: Tensor) -> Tensor:
-    return over(mask, mask.sum(-2, keepdim=True))
+    return _over(mask, mask.sum(-2, keepdim=True))
+
+
+def _over(mask: Tensor, total: Tensor) -> Tensor:
+    """Divide by the total, or by 1 where it is zero.
+
+    A small number in place of a total of zero would leave the value and not its gradient.
+    """
+    return mask / torch.where(total > 0, total, 1.0)
 
 
 def _beside_prefix(x: Tensor, num_prefix: int, merged: Tensor) -> Tensor:
@@ -201,10 +276,17 @@ class GridMerge(Merge):
         return self.rows.shape[1] * self.columns.shape[1]
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        rows, columns = self.rows, self.columns
+        rows, columns, patches = self.rows, self.columns, x[:, self.num_prefix :]
         if self.weight is None and not self.normalised:
             rows, columns = _column_normalise(rows), _column_normalise(columns)
-        merged = kernels.merge_grid(x[:, self.num_prefix :], self.weight, rows, columns)
+        if columns.shape[0] <= _MAX_SIDE and _multiplies(patches, rows, columns, self.weight):
+            merged = _merge_grid(patches, self.weight, rows, columns)
+        elif self.weight is None:
+            merged = separable(patches, rows, columns)
+        else:
+            share = _at_most_one(self.weight[..., None]).to(x.dtype)
+            total = separable(share, rows, columns)
+            merged = _over(separable(patches * share, rows, columns), total)
         return _beside_prefix(x, self.num_prefix, merged)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
@@ -217,9 +299,9 @@ class GridMerge(Merge):
             total = (rows.sum(0)[:, None] * columns.sum(0)).reshape(1, -1, 1)
         else:
             total = separable(self.weight[..., None], rows, columns)
-        inverse = at_most_one(1 / torch.where(total > 0, total, torch.inf)).to(y.dtype)
+        inverse = _at_most_one(1 / torch.where(total > 0, total, torch.inf)).to(y.dtype)
         spread = separable(patches * inverse, rows.mT, columns.mT)
-        back = over(spread, separable(inverse, rows.mT, columns.mT))
+        back = _over(spread, separable(inverse, rows.mT, columns.mT))
         return _beside_prefix(y, self.num_prefix, back)
 
     def weights(self) -> Float[Tensor, "b n p"]:
@@ -240,6 +322,16 @@ def kronecker(rows: Float[Tensor, "h h2"], columns: Float[Tensor, "w w2"]) -> Te
     return support.reshape(rows.shape[0] * columns.shape[0], -1)
 
 
+def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """`(rows (x) columns)^T x` for tokens in raster order: `b (h w) c -> b (h2 w2) c`."""
+    (h, h2), (w, w2) = rows.shape, columns.shape
+    rows, columns = rows.to(x.dtype), columns.to(x.dtype)
+    c = x.shape[-1]
+    x = rows.mT @ x.reshape(-1, h, w * c)
+    x = columns.mT @ x.reshape(-1, h2, w, c)
+    return x.reshape(-1, h2 * w2, c)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StaticMerge(Merge):
     """A merge folded into one constant matrix, prefix included: one product, nothing else."""
@@ -248,7 +340,7 @@ class StaticMerge(Merge):
     back: Float[Tensor, "kn kp"]
     size_out: Float[Tensor, "kp"]
     wide: Float[Tensor, "kp wide"] | None = None
-    """The matrix as `kernels.widened`."""
+    """The matrix as `widened` makes it, for a kernel."""
 
     @staticmethod
     def fold(merge: Merge, size: Float[Tensor, "1 kn"]) -> StaticMerge:
@@ -271,7 +363,10 @@ class StaticMerge(Merge):
         return self.matrix.shape[0] - self.num_prefix
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        return kernels.merge_matrix(x, self.matrix, self.wide)
+        wide = self.matrix if self.wide is None else self.wide
+        if x.shape[1] == self.matrix.shape[1] and _multiplies(x, wide):
+            return _mix(wide.to(x.dtype), x)
+        return self.matrix.to(x.dtype) @ x
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return self.back.to(y.dtype) @ y
@@ -283,12 +378,26 @@ class StaticMerge(Merge):
         return self.size_out[None]
 
 
+def widened(matrix: Float[Tensor, "p t"]) -> Float[Tensor, "p wide"]:
+    """A matrix with columns of zeros: GPUs read rows of a multiple of 16 at once."""
+    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 16))
+
+
 def _with_prefix(mask: Tensor, num_prefix: int) -> Tensor:
     """The mask with an identity before it: prefix tokens pass through."""
     whole = mask.new_zeros(mask.shape[0] + num_prefix, mask.shape[1] + num_prefix)
     whole[:num_prefix, :num_prefix].fill_diagonal_(1)
     whole[num_prefix:, num_prefix:] = mask
     return whole
+
+
+def token_sizes(
+    tokens: Float[Tensor, "b t c"], size: Float[Tensor, "_ t"] | None
+) -> Float[Tensor, "b t"]:
+    """The sizes of the tokens of every image, ones where there are none yet."""
+    if size is None:
+        return tokens.new_ones(tokens.shape[:2]).float()
+    return size.float().expand(tokens.shape[0], -1)
 
 
 def compose_weights(merges: Sequence[Merge]) -> Float[Tensor, "b n0 p"]:
@@ -306,3 +415,58 @@ def restore_through(merges: Sequence[Merge], y: Float[Tensor, "b kp c"]) -> Tens
     for merge in reversed(merges):
         y = merge.restore(y)
     return y
+
+
+def _at_most_one(weight: Tensor) -> Tensor:
+    """Weights of tokens, `b n 1`, of which only the ratios count: half precision holds them."""
+    return weight / weight.detach().amax(dim=1, keepdim=True)
+
+
+def _multiplies(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel multiplies these; under autocast torch does, and chooses the precision."""
+    return uses_triton(x, *others) and not torch.is_autocast_enabled(x.device.type)
+
+
+def _length(x: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return cast("Tensor", torch.linalg.vector_norm(x, dim=-1, dtype=dtype))  # pyright: ignore[reportUnknownMemberType]
+
+
+@operator
+def _merge_groups(
+    tokens: Tensor,
+    weight: Tensor,
+    size: Tensor | None,
+    values: Tensor | None,
+    assignment: Tensor,
+    stays: Tensor,
+    leaves: Tensor,
+    keep_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (b, t, c), p = tokens.shape, stays.shape[1]
+    sizes = tokens.new_empty(b, p, dtype=torch.float32)
+    if values is None:
+        return tokens.new_empty(b, p, c), sizes, sizes.new_empty(0)
+    return tokens.new_empty(b, p, c), sizes, sizes.new_empty(b, p - (t - values.shape[1]))
+
+
+@operator
+def _mix(matrix: Tensor, tokens: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], matrix.shape[0], tokens.shape[2])
+
+
+@operator
+def _merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], rows.shape[1] * columns.shape[1], tokens.shape[2])
+
+
+@register_flop_formula(torch.ops.ltm.mix)
+def _(matrix: list[int], tokens: list[int], **_: Any) -> int:
+    (p, _wide), (b, t, c) = matrix, tokens
+    return 2 * b * p * t * c
+
+
+@register_flop_formula(torch.ops.ltm.merge_grid)
+def _(tokens: list[int], weight: Any, rows: list[int], columns: list[int], **_: Any) -> int:
+    (b, _t, c), (h, h2), (w, w2) = tokens, rows, columns
+    return 2 * b * (h * h2 * w + h2 * w * w2) * (c + (weight is not None))

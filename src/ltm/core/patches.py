@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ltm.kernels import is_recorded
+from ltm.kernels.dispatch import is_recorded
 
 MAX_CHANNELS = 4
 """Images have so many channels; for more of them convolutions are as fast."""

@@ -1,4 +1,4 @@
-"""How a step is computed: by torch or by Triton, and in what precision.
+"""Whether Triton computes a step in place of torch, and in what precision.
 
 Triton's kernels are for inference: they run wherever there is an NVIDIA GPU and Triton, unless
 `LTM_KERNELS=0` is in the environment. They give what the step's torch definition gives, which does
@@ -124,7 +124,8 @@ def _works_on(device: int) -> bool:
     try:
         one = torch.zeros(1, 1, dtype=torch.int32, device=f"cuda:{device}")
         token, weight = one.float()[..., None], one.float()
-        torch.ops.ltm.merge_groups(token, weight, None, None, one.long(), one, one, False)
+        with torch.cuda.device(device):
+            _kernel("merge_groups")(token, weight, None, None, one.long(), one, one, False)
     except Exception as error:  # noqa: BLE001 - whatever it is, the torch path works
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(

@@ -455,10 +455,3 @@ def require_known(config: type[MethodConfig], settings: Iterable[str]) -> None:
 def methods() -> dict[str, type[MethodConfig]]:
     """All registered methods by name."""
     return dict(_METHODS)
-
-
-def token_size(tokens: Float[Tensor, "b t c"], hints: Hints) -> Float[Tensor, "b t"]:
-    """The sizes of the tokens, ones before the first merge."""
-    if hints.size is None:
-        return tokens.new_ones(tokens.shape[:2], dtype=tokens.dtype).float()
-    return hints.size.float().expand(tokens.shape[0], -1)

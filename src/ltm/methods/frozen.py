@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm import kernels
-from ltm.core.merge import GridMerge, Merge, StaticMerge
+from ltm.core.merge import GridMerge, Merge, StaticMerge, widened
 from ltm.core.schedule import Grid
 from ltm.methods.base import Decision, Hints, Merger, Site
 
@@ -65,7 +64,7 @@ class FrozenMerger(Merger):
     def widen_(self) -> None:
         """Follow the matrix of a sequence."""
         if not self.separable:
-            self.register_buffer("fixed_wide", kernels.widened(self.fixed_matrix), persistent=False)
+            self.register_buffer("fixed_wide", widened(self.fixed_matrix), persistent=False)
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         return Decision(merge=self._merge())

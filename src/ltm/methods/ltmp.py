@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ltm.core.matching import match_most_similar, merge_in_order
-from ltm.core.merge import MatchedMerge, Merge
+from ltm.core.merge import MatchedMerge, Merge, token_sizes
 from ltm.methods.base import (
     Decision,
     ExtraLoss,
@@ -32,7 +32,6 @@ from ltm.methods.base import (
     Merger,
     MethodConfig,
     Site,
-    token_size,
 )
 
 
@@ -170,7 +169,7 @@ class LTMPMerger(Merger):
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         if tokens.is_meta:
             return self._planned(tokens, hints)
-        size = token_size(tokens, hints)
+        size = token_sizes(tokens, hints.size)
         places = hints.carry
         if places is None:
             places = torch.arange(tokens.shape[1], device=tokens.device).expand(size.shape)
@@ -228,7 +227,7 @@ class LTMPMerger(Merger):
         self._similarities(tokens, hints)  # The matching of all tokens that evaluation does.
         metric = tokens if hints.keys is None else hints.keys
         match = match_most_similar(metric, tokens.shape[1] - k - hints.num_out, num_prefix=k)
-        return Decision(merge=merge_in_order(match, token_size(tokens, hints)))
+        return Decision(merge=merge_in_order(match, token_sizes(tokens, hints.size)))
 
 
 def _compact(merge: MaskedMerge, places: Int[Tensor, "b t"]) -> Decision:

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ltm.core.matching import match_most_similar, merge_sides_apart
-from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site, token_size
+from ltm.core.merge import token_sizes
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,6 @@ class ToFuMerger(Merger):
         num_leaving = tokens.shape[1] - prefix - hints.num_out
         metric = tokens if hints.keys is None else hints.keys
         match = match_most_similar(metric, num_leaving, num_prefix=prefix)
-        size = token_size(tokens, hints)
+        size = token_sizes(tokens, hints.size)
         merge = merge_sides_apart(match, size, prune=self.prune, keep_norm=not self.prune)
         return Decision(merge=merge)

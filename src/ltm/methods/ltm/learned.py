@@ -15,9 +15,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ltm import kernels
-from ltm.core import mask_gradient
-from ltm.core.merge import DenseMerge, GridMerge, Merge, kronecker, row_normalise
+from ltm.core.mask_gradient import Step, token_gradient, weigh
+from ltm.core.merge import (
+    DenseMerge,
+    GridMerge,
+    Merge,
+    kronecker,
+    row_normalise,
+    token_sizes,
+)
 from ltm.core.schedule import Grid
 from ltm.core.support import (
     Candidates,
@@ -30,7 +36,7 @@ from ltm.core.support import (
     support_matrix,
 )
 from ltm.core.validation import settle
-from ltm.methods.base import Decision, Hints, Merger, Site, token_size
+from ltm.methods.base import Decision, Hints, Merger, Site
 from ltm.methods.frozen import FrozenMerger
 from ltm.methods.ltm.step import Informative, LTMMerger, require_room
 
@@ -201,18 +207,18 @@ class LearnedMerger(LTMMerger):
             if logits is None:
                 return None, plain
             return logits, logits.exp() if plain is None else plain * logits.exp()
-        logits, weight = kernels.weigh(tokens, hints.size, hints.carry, step, k)
+        logits, weight = weigh(tokens, hints.size, hints.carry, step, k)
         return logits, plain if weight is None else weight[:, k:]
 
     def _batch_logits(
-        self, tokens: Tensor, hints: Hints, step: kernels.Step | None
+        self, tokens: Tensor, hints: Hints, step: Step | None
     ) -> Float[Tensor, "1 n"] | None:
         """The state of every token: the whole batch shares one."""
         k = self.site.num_prefix
         if not self.training:
             running = _resample(self.running_logits, tokens.shape[1] - k)
             return None if step is None else running[None]
-        logits, _ = kernels.weigh(tokens, hints.size, hints.carry, step, k)
+        logits, _ = weigh(tokens, hints.size, hints.carry, step, k)
         return None if logits is None else self._shared(logits)
 
     def _shared(self, logits: Tensor) -> Tensor:
@@ -234,14 +240,14 @@ class LearnedMerger(LTMMerger):
         """Softmax of the product `G~ o M`: tokens outside the support weigh as those at s = 0."""
         k = self.site.num_prefix
         # Not of every image where all share their sizes: they may share the mask, too.
-        size = token_size(tokens[:1], hints) if hints.size is None else hints.size.float()
+        size = token_sizes(tokens[:1], None) if hints.size is None else hints.size.float()
         mask = _softmax_of(support, size[:, k:], logits[..., None])
         return DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
         """The paper's letter: the gradient of the whole mask, `Z V^T`, one row per token."""
         step, k, settings = self.step(hints), self.site.num_prefix, self.settings
-        size = token_size(tokens, hints)[:, k:]
+        size = token_sizes(tokens, hints.size)[:, k:]
         softmax = _softmax_of if settings.mask_form == "letter" else _softmax_on
         state = tokens.new_zeros(1, *support.shape, dtype=torch.float32)
         if hints.carry is not None:
@@ -253,7 +259,7 @@ class LearnedMerger(LTMMerger):
             before = softmax(support, size, state)
             merged = before.to(patches.dtype).mT @ patches
             gradient = step.direction(merged.flatten(1))
-            change = mask_gradient.token_gradient(patches, gradient.reshape(merged.shape))
+            change = token_gradient(patches, gradient.reshape(merged.shape))
             if step.gain is not None:
                 spread = change.flatten(1).std(dim=1, correction=0)[:, None, None]
                 change = step.gain * change / (spread + 1e-6)

@@ -9,12 +9,11 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm import kernels
-from ltm.core.matching import merge_in_order
-from ltm.core.merge import MatchedMerge
+from ltm.core.mask_gradient import weigh
+from ltm.core.matching import Rule, match, match_unimportant, merge_in_order
+from ltm.core.merge import token_sizes
 from ltm.core.validation import settle
-from ltm.kernels.matching import match_unimportant
-from ltm.methods.base import Decision, Hints, Site, token_size
+from ltm.methods.base import Decision, Hints, Site
 from ltm.methods.ltm.step import Informative, LTMMerger
 
 Operator = Literal["merge", "norm", "prune_redundant", "prune_unimportant", "none"]
@@ -93,35 +92,25 @@ class MatchingMerger(LTMMerger):
             self.needs = frozenset({"importance"})
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        found = kernels.match(
+        k = self.site.num_prefix
+        rule = Rule(
+            num_leaving=tokens.shape[1] - k - hints.num_out,
+            num_prefix=k,
+            protection=self.protection,
+            attended=self.settings.attended,
+            prune=self.operator == "prune_redundant",
+            keep_norm=self.operator == "norm",
+            alternate=self.settings.matching == "alternate",
+        )
+        merge, logits = match(
             tokens,
-            self.rule(tokens, hints),
+            rule,
             size=hints.size,
             attention=hints.importance,
             carry=hints.carry,
             step=self.step(hints),
         )
-        merge = MatchedMerge(
-            assignment=found.assignment,
-            weight=found.weight,
-            num_places=self.site.num_prefix + hints.num_out,
-            keep_norm=self.operator == "norm",
-            num_prefix=self.site.num_prefix,
-            order=found.order,
-        )
-        return Decision(merge=merge, values=found.logits)
-
-    def rule(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> kernels.Rule:
-        """How many of the tokens leave, and by what rule."""
-        k = self.site.num_prefix
-        return kernels.Rule(
-            num_leaving=tokens.shape[1] - k - hints.num_out,
-            num_prefix=k,
-            protection=self.protection,
-            attended=self.settings.attended,
-            prune=self.operator.startswith("prune"),
-            alternate=self.settings.matching == "alternate",
-        )
+        return Decision(merge=merge, values=logits)
 
 
 class UnimportantMerger(MatchingMerger):
@@ -133,8 +122,8 @@ class UnimportantMerger(MatchingMerger):
         k = self.site.num_prefix
         assert hints.importance is not None
         num_leaving = tokens.shape[1] - k - hints.num_out
-        match = match_unimportant(hints.importance[:, k:], num_leaving, num_prefix=k)
-        logits, weight = kernels.weigh(tokens, hints.size, hints.carry, self.step(hints), k)
+        found = match_unimportant(hints.importance[:, k:], num_leaving, num_prefix=k)
+        logits, weight = weigh(tokens, hints.size, hints.carry, self.step(hints), k)
         # Who stays is alone in its group: how much attention it receives changes nothing.
-        weight = token_size(tokens, hints) if weight is None else weight
-        return Decision(merge=merge_in_order(match, weight, prune=True), values=logits)
+        weight = token_sizes(tokens, hints.size) if weight is None else weight
+        return Decision(merge=merge_in_order(found, weight, prune=True), values=logits)

@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ltm import kernels
-from ltm.core import clustering, mask_gradient
+from ltm.core import clustering
+from ltm.core.mask_gradient import Step, class_offsets
+from ltm.core.merge import token_sizes
 from ltm.core.statistics import ClassStatistics
 from ltm.core.validation import settle
-from ltm.methods.base import Decision, Hints, Merger, Site, token_size
+from ltm.methods.base import Decision, Hints, Merger, Site
 
 TABLE_LIMIT = 1 << 28
 """Bytes that what is known of the classes may take, a table at a block."""
@@ -96,7 +97,7 @@ class InformativeStep(nn.Module):
         if self.costs.is_meta:
             return
         self.active = bool(self.costs.any())
-        offsets = mask_gradient.class_offsets(self.centroids, self.settings.beta, self.present)
+        offsets = class_offsets(self.centroids, self.settings.beta, self.present)
         self.offsets.copy_(offsets)
 
     def train(self, mode: bool = True) -> InformativeStep:
@@ -112,11 +113,11 @@ class InformativeStep(nn.Module):
         if f"{prefix}costs" in state_dict:
             self.refresh_()
 
-    def step(self, labels: Tensor | None) -> kernels.Step | None:
+    def step(self, labels: Tensor | None) -> Step | None:
         """What the step needs to know, `labels` being true ones; None without statistics."""
         if not self.active:
             return None
-        return kernels.Step(
+        return Step(
             centroids=self.centroids,
             offsets=self.offsets,
             costs=self.costs,
@@ -167,7 +168,7 @@ class LTMMerger(Merger):
         asked = self.weights is not None and self.weights.labels == "true"
         return hints.labels if asked and self.training else None
 
-    def step(self, hints: Hints) -> kernels.Step | None:
+    def step(self, hints: Hints) -> Step | None:
         """The informative step on these images, where there is one."""
         module = self.informative
         return None if module is None else module.step(self.true_labels(hints))
@@ -183,7 +184,7 @@ class LTMMerger(Merger):
         step = self.informative
         if step is None or hints.labels is None:
             return
-        feature = self.feature(merged, token_size(merged, hints))
+        feature = self.feature(merged, token_sizes(merged, hints.size))
         if self.statistics is None:
             self.statistics = ClassStatistics.zeros(
                 self.site.num_classes, feature.shape[1], device=feature.device
@@ -206,7 +207,7 @@ class LTMMerger(Merger):
         step = self.informative
         if step is None or not step.active:
             return None
-        feature = self.feature(merged, token_size(merged, hints))
+        feature = self.feature(merged, token_sizes(merged, hints.size))
         phi = clustering.class_membership(feature, step.centroids, step.settings.beta, step.present)
         costs = step.costs.to(phi.dtype)
         per_image = costs[targets] if targets.ndim == 1 else targets.to(phi.dtype) @ costs

@@ -1,6 +1,7 @@
 """Attention to tokens that count by their size, and how much attention each token receives.
 
-Letters: b images, t tokens with their prefix, h heads, d channels of a head.
+Letters: b images, t tokens with their prefix, h heads, d channels of a head, w = 3 h d the width of
+queries, keys and values together.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -8,7 +9,7 @@ Letters: b images, t tokens with their prefix, h heads, d channels of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Set as AbstractSet
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -23,11 +24,11 @@ _MAX_TOKENS = 256
 """More tokens than this do not fit into one program of `importance`."""
 
 
+@runtime_checkable
 class SelfAttention(Protocol):
     """A layer of multi-head attention with one projection for queries, keys and values."""
 
     num_heads: int
-    head_dim: int
     scale: float
     qkv: nn.Module
     proj: nn.Module
@@ -52,7 +53,8 @@ def attend(
     if size is None:
         return layer(x, attn_mask=mask, is_causal=is_causal)
     learned = layer.qkv.parameters() if torch.is_grad_enabled() else ()
-    if not (_is_plain(layer) and layer.head_dim <= _MAX_HEAD and uses_triton(x, *learned)):
+    narrow = cast("Any", layer).head_dim <= _MAX_HEAD
+    if not (narrow and _is_plain(layer) and uses_triton(x, *learned)):
         return layer(x, attn_mask=size_bias(size, x.dtype, power))
     attended = _attention(layer.qkv(x), size, layer.num_heads, layer.scale, power)
     return layer.proj_drop(layer.proj(attended))
@@ -60,7 +62,7 @@ def attend(
 
 def attention_hints(
     layer: SelfAttention,
-    qkv: Float[Tensor, "b t 3hd"],
+    qkv: Float[Tensor, "b t w"],
     size: Float[Tensor, "_ t"] | None,
     needs: AbstractSet[str],
     power: float = 1.0,
@@ -90,14 +92,15 @@ def attention_hints(
 
 def importance(
     layer: SelfAttention,
-    qkv: Float[Tensor, "b t 3hd"],
+    qkv: Float[Tensor, "b t w"],
     size: Float[Tensor, "_ t"] | None,
     power: float = 1.0,
     *,
     class_token: bool,
 ) -> Float[Tensor, "b t"]:
     """Attention received from the class token, or from the mean query without one."""
-    fits = class_token and qkv.shape[1] <= _MAX_TOKENS and layer.head_dim <= _MAX_HEAD
+    narrow = qkv.shape[2] <= 3 * layer.num_heads * _MAX_HEAD
+    fits = class_token and qkv.shape[1] <= _MAX_TOKENS and narrow
     if fits and _is_plain(layer) and uses_triton(qkv):
         return _importance(qkv, size, layer.num_heads, layer.scale, power)
     query, key = _queries_and_keys(layer, qkv)
@@ -106,7 +109,7 @@ def importance(
 
 
 def _queries_and_keys(
-    layer: SelfAttention, qkv: Float[Tensor, "b t 3hd"]
+    layer: SelfAttention, qkv: Float[Tensor, "b t w"]
 ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t h d"]]:
     """What the layer compares, from the output of its projection."""
     query, key, _ = qkv.unflatten(-1, (3, layer.num_heads, -1)).unbind(2)
