@@ -144,6 +144,26 @@ def test_the_loss_pulls_thresholds_towards_the_target() -> None:
     assert min(abs(share - 0.6) for share in shares) < 0.5 * abs(shares[0] - 0.6)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loss_raises_no_threshold_while_too_much_is_left(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, images = vit().train(), torch.randn(8, 3, 64, 64)
+    found = thresholds(model)
+    for merger in found:
+        merger.merge_threshold.data.fill_(0.5)
+    model(images)
+    for merger in found:  # tokens leave whole
+        assert merger.kept is not None
+        left = merger.kept.item() * 64 * len(images)
+        assert left == pytest.approx(round(left), abs=1e-3)
+    (expected_share(model, _vit()[1]) - 0.6).square().backward()
+    for merger in found:
+        assert merger.merge_threshold.grad is not None
+        assert 0 < merger.merge_threshold.grad < 1
+        assert merger.prune_threshold.grad is not None
+        assert merger.prune_threshold.grad < 0
+
+
 def test_training_and_evaluation_agree_on_the_share() -> None:
     model, images = vit(), torch.randn(4, 3, 64, 64)
     share = _vit()[1]

@@ -98,9 +98,13 @@ def choose(logits: Float[Tensor, "p k"], *, noise: float = 0.0) -> Float[Tensor,
     if noise > 0:
         uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
         logits = logits + noise * (uniform.log() - (-uniform).log1p())
-    hard = (logits > 0).to(logits.dtype)
-    soft = torch.sigmoid(logits)
-    return hard + soft - soft.detach()
+    return straight_through(logits > 0, torch.sigmoid(logits))
+
+
+def straight_through(hard: Bool[Tensor, "*n"], soft: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """One or zero, as `hard` says, with the gradient of `soft`."""
+    # Subtract first: (1 + soft) - soft rounds, and a zero that is off by rounding has a logarithm.
+    return hard.to(soft.dtype) + (soft - soft.detach())
 
 
 def support_matrix(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ltm.core.matching import match_most_similar, merge_in_order
 from ltm.core.merge import MatchedMerge, Merge, token_sizes
+from ltm.core.support import straight_through
 from ltm.methods.base import (
     Decision,
     ExtraLoss,
@@ -192,7 +193,9 @@ class LTMPMerger(Merger):
         heir = scores.masked_fill(prefix, -2.0).masked_fill(~left, -3.0).argmax(dim=-1)
         merge = dataclasses.replace(merge, heir=heir)
         if self.training:
-            alive = (merge.sizes(size)[:, k:].clamp(max=1)).sum(1)
+            sizes = merge.sizes(size)[:, k:]
+            # Not `clamp`: at its bound, where whole tokens are, torch 2.15 gives no gradient.
+            alive = torch.where(sizes > 1, 1.0, sizes).sum(1)
             self.kept = (alive / self.site.grid[0] / self.site.grid[1]).mean()
         if self.training or torch.compiler.is_compiling():
             return Decision(merge=merge, carry=places)
@@ -219,8 +222,8 @@ class LTMPMerger(Merger):
     def _gate(self, value: Tensor, threshold: Tensor, *, inclusive: bool = False) -> Tensor:
         """One above the threshold, else zero; the gradient of a sigmoid."""
         soft = torch.sigmoid((value - threshold) / self.config.temperature)
-        hard = (value >= threshold if inclusive else value > threshold).to(soft.dtype)
-        return hard + soft - soft.detach() if self.training else hard
+        hard = value >= threshold if inclusive else value > threshold
+        return straight_through(hard, soft) if self.training else hard.to(soft.dtype)
 
     def _planned(self, tokens: Tensor, hints: Hints) -> Decision:
         k = self.site.num_prefix
