@@ -12,6 +12,7 @@ from ltm.api.conversion import (
     merge_maps,
     merge_tokens_,
     mergers,
+    merging_copy,
     merging_network,
     merging_off,
     reconvert_,
@@ -19,6 +20,7 @@ from ltm.api.conversion import (
     set_ratio_,
     token_counts,
     unmerge_tokens_,
+    unmerged_copy,
     watching,
 )
 from ltm.api.fitting import (
@@ -53,6 +55,7 @@ __all__ = [
     "merge_maps",
     "merge_tokens_",
     "mergers",
+    "merging_copy",
     "merging_network",
     "merging_off",
     "observe_",
@@ -62,5 +65,6 @@ __all__ = [
     "set_ratio_",
     "token_counts",
     "unmerge_tokens_",
+    "unmerged_copy",
     "watching",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,31 @@ def unmerge_tokens_(model: nn.Module) -> None:
     """Give the model back as it was before `merge_tokens_`."""
     conversion_of(model)
     revert_(model)
+
+
+def unmerged_copy(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
+    """A copy that merges nothing, of a model that merges or not.
+
+    With `share_weights` its tensors are the model's own; merging does not change them.
+    """
+    shared = [*model.parameters(), *model.buffers()] if share_weights else []
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    if is_merging(copied):
+        revert_(copied)
+    return copied
+
+
+def merging_copy(
+    model: nn.Module,
+    config: MethodConfig,
+    image_size: int | tuple[int, int] | None = None,
+    *,
+    share_weights: bool = False,
+) -> nn.Module:
+    """A copy that merges as `config` says, whatever the model does."""
+    copied = unmerged_copy(model, share_weights=share_weights)
+    merge_tokens_(copied, config, image_size)
+    return copied
 
 
 def set_ratio_(model: nn.Module, ratio: float) -> ConversionReport:

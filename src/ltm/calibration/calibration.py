@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from statistics import median
@@ -19,11 +19,11 @@ from ltm.api import (
     freeze_,
     image_size_of,
     is_merging,
-    merge_tokens_,
-    unmerge_tokens_,
+    merging_copy,
+    unmerged_copy,
 )
 from ltm.calibration.grids import GridSpace
-from ltm.calibration.schedules import CalibrateResult, CountedCost, Schedule, config_of
+from ltm.calibration.schedules import CalibrateResult, CountedCost, Schedule, Trial, config_of
 from ltm.calibration.search import Progress, Search, Space, Trials
 from ltm.calibration.sequences import SequenceCost, SequenceSpace
 from ltm.calibration.settings import MIN_IMAGES, CalibrateSettings, check_images
@@ -33,6 +33,7 @@ from ltm.evaluation.timing import interleaved
 from ltm.methods import DEFAULT, MethodConfig, methods
 from ltm.models import Network, Say, changed, method_config, open_model, require_least, silent
 from ltm.processes import local_device
+from ltm.progress import interruptible, progress_bar
 
 DEFAULTS = CalibrateSettings()
 
@@ -86,13 +87,37 @@ def calibrate(
         images = _read_images(network, str(data), settings)
         image_size = (images.shape[-2], images.shape[-1])
     check_images(images, image_size_of(network, image_size))
-    calibration = Calibration(network, images, config, settings, progress)
+    with _showing(settings.trials, progress, silent=say is silent) as note:
+        calibration = Calibration(network, images, config, settings, note)
+        found = _searched(calibration, images)
     return replace(
-        _searched(calibration, images),
+        found,
         model=calibration.model,
         image_size=calibration.size,
         data=data if isinstance(data, str) else f"{len(data)} images",
     )
+
+
+@contextmanager
+def _showing(num_trials: int, progress: Progress, *, silent: bool) -> Iterator[Progress]:
+    """Show how a search goes, on a terminal; Ctrl-C ends it after the trial at hand."""
+    with (
+        progress_bar("calibration", num_trials, silent=silent) as advance,
+        interruptible() as stopped,
+    ):
+        best = ""
+
+        def note(trial: Trial) -> None:
+            nonlocal best
+            if trial.is_best:
+                best = f"divergence {trial.divergence:.4f} at {trial.share:.3f}"
+            if trial.phase == "refinement":
+                advance(best)
+            progress(trial)
+            if stopped.is_set():
+                raise KeyboardInterrupt
+
+        yield note
 
 
 def _read_images(model: nn.Module, data: str, settings: CalibrateSettings) -> Tensor:
@@ -256,8 +281,7 @@ class Clock:
 
     def __call__(self, config: MethodConfig) -> float:
         """The time of a network that merges so, corrected for how fast the device is just now."""
-        merging = copy.deepcopy(self.model)
-        merge_tokens_(merging, config, (self.images.shape[-2], self.images.shape[-1]))
+        merging = merging_copy(self.model, config, (self.images.shape[-2], self.images.shape[-1]))
         calls = {"original": self._original, "merging": self._ready(freeze_(merging))}
         times = self._times(calls)
         return times["merging"] / times["original"] * self.original
@@ -364,10 +388,8 @@ def _own_config(model: nn.Module) -> MethodConfig:
 
 
 def _original(model: nn.Module) -> nn.Module:
-    """A copy that merges nothing."""
-    original = copy.deepcopy(model)
-    if is_merging(original):
-        unmerge_tokens_(original)
+    """A copy that merges nothing and checkpoints no gradients."""
+    original = unmerged_copy(model)
     if hasattr(original, "set_grad_checkpointing"):
         original.set_grad_checkpointing(False)  # pyright: ignore[reportCallIssue]
     return original.eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ltm.adapters.planning import Planner
-from ltm.api import merge_tokens_, save
+from ltm.api import merging_copy, save
 from ltm.evaluation.environment import describe
 from ltm.files import write_metrics
 from ltm.methods.base import Count, MethodConfig
@@ -144,9 +143,9 @@ class CalibrateResult:
         """
         if self.model is None:
             raise ValueError("model: this result has no network; merge_tokens_ takes its config")
-        network, device = copy.deepcopy(self.model), next(self.model.parameters()).device
-        merge_tokens_(network, self.config, self.image_size)
-        folder = save(network.cpu(), folder)
+        device = next(self.model.parameters()).device
+        network = merging_copy(self.model, self.config, self.image_size).cpu()
+        folder = save(network, folder)
         metrics = {
             "data": self.data,
             **about,

@@ -1,20 +1,11 @@
 """`ltm calibrate`: where a network merges, how much and how, chosen on unlabelled images."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ltm.calibration.settings import CalibrateSettings
 from ltm.cli.commands import Flat, interrupted, say
 from ltm.files import check_folder
 from ltm.models import ModelSource
-from ltm.progress import interruptible, progress_bar
-
-if TYPE_CHECKING:
-    from ltm.calibration.schedules import Trial
 
 
 def calibrate(
@@ -48,8 +39,7 @@ def calibrate(
 
     from ltm.calibration import calibration
 
-    with _showing(settings.trials) as note:
-        result = calibration.calibrate(source, data, settings, progress=note, say=say)
+    result = calibration.calibrate(source, data, settings, say=say)
     print(result)
     if output is not None:
         if source.run is not None:
@@ -58,21 +48,3 @@ def calibrate(
     if result.interrupted:
         kept = "" if output is None else f"; {output} holds it"
         interrupted(f"Stopped early: this is the best of {len(result.history)} trials{kept}.")
-
-
-@contextmanager
-def _showing(num_trials: int) -> Iterator[Callable[[Trial], None]]:
-    """Show how a search goes, on a terminal; Ctrl-C ends it after the trial at hand."""
-    with progress_bar("calibration", num_trials) as advance, interruptible() as stopped:
-        best = ""
-
-        def note(trial: Trial) -> None:
-            nonlocal best
-            if trial.is_best:
-                best = f"divergence {trial.divergence:.4f} at {trial.share:.3f}"
-            if trial.phase == "refinement":
-                advance(best)
-            if stopped.is_set():
-                raise KeyboardInterrupt
-
-        yield note

@@ -7,7 +7,6 @@ made are kept.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -22,11 +21,10 @@ from ltm.api import (
     conversion_of,
     fit_,
     freeze_,
-    is_merging,
-    merge_tokens_,
+    merging_copy,
     report,
     save,
-    unmerge_tokens_,
+    unmerged_copy,
 )
 from ltm.calibration.calibration import calibrate
 from ltm.calibration.settings import CalibrateSettings
@@ -56,7 +54,6 @@ from ltm.models import (
     split_methods,
 )
 from ltm.processes import local_device
-from ltm.progress import progress_bar
 from ltm.report.comparison import Comparison, block_changes
 from ltm.report.curves import display_name
 from ltm.report.documents import Illustration, illustrate, table_of, write_card, write_report
@@ -212,8 +209,7 @@ class _Compression:
         self.pictures = _open_pictures(settings.pictures)
         torch.manual_seed(settings.seed)
         base = open_model(model, self.device, merges=True, say=say)
-        if is_merging(base):
-            unmerge_tokens_(base)
+        base = unmerged_copy(base, share_weights=True)
         check_classes(base, self.images.evaluation.class_names, data)
         self.source = source_of(model)
         self.name = name or (name_of(model) if self.source is None else self.source.name)
@@ -279,8 +275,7 @@ class _Compression:
         self._save()
 
     def _converted(self, config: MethodConfig) -> nn.Module:
-        model = copy.deepcopy(self.models[BASE])
-        merge_tokens_(model, config)
+        model = merging_copy(self.models[BASE], config)
         if config.needs_images():
             if self.images.calibration is None:
                 raise ValueError(
@@ -302,14 +297,9 @@ class _Compression:
         search = CalibrateSettings(
             budget=self.config.ratio, trials=settings.calibration_trials, seed=settings.seed
         )
-        with progress_bar("calibration", None, silent=self.say is silent) as advance:
-            found = calibrate(
-                self.models[BASE],
-                self.calibration_batch,
-                search,
-                config=self.config,
-                progress=lambda _: advance(""),
-            )
+        found = calibrate(
+            self.models[BASE], self.calibration_batch, search, config=self.config, say=self.say
+        )
         self.calibration = found.to_dict()
         self.notes[settings.method] = f"calibrated on {found.num_images} images"
         self.models[settings.method] = self._converted(found.config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ltm.api import (
+    conversion_of,
     fit_,
     freeze_,
     gmacs,
     image_size_of,
     is_merging,
-    merge_tokens_,
     mergers,
+    merging_copy,
     token_counts,
-    unmerge_tokens_,
+    unmerged_copy,
 )
 from ltm.core.cost import measured_gmacs
 from ltm.evaluation.images import load_batches
@@ -61,11 +61,10 @@ def merging_candidate(
     It is fitted on `images`: informative weights get class statistics of random labels, so that
     they cost what they do after training; a ratio that holds as a mean holds on these images.
     """
-    model = copy.deepcopy(model)
     if method.partition(":")[0] == PUBLISHED_TOME:
         return _published_tome(model, method, ratio, images)
     config = method_config(method, ratio)
-    merge_tokens_(model, config, (images.shape[-2], images.shape[-1]))
+    model = merging_copy(model, config, (images.shape[-2], images.shape[-1]))
     few = images[:_SAMPLE]
     labels = torch.arange(len(few)) % num_classes_of(model)
     fit_(model, [(few, labels)], tolerance=0.02)
@@ -79,11 +78,10 @@ def merging_candidate(
 def _published_tome(model: nn.Module, method: str, ratio: float, images: Tensor) -> Candidate:
     """As many tokens leave in each block as with our ToMe at the same ratio."""
     config = config_of(method, ratio)
-    report = merge_tokens_(model, config)
-    counts = [report.sites[0].num_in, *token_counts(model)]
-    unmerge_tokens_(model)
+    ours = merging_copy(model, config)
+    counts = [conversion_of(ours).sites[0].num_in, *token_counts(ours)]
     pairs = pairwise(count for count in counts if isinstance(count, int))
-    published = ReferenceToMe(model, [before - after for before, after in pairs])
+    published = ReferenceToMe(unmerged_copy(model), [before - after for before, after in pairs])
     return Candidate(
         method=PUBLISHED_TOME,
         model=published,
@@ -136,10 +134,7 @@ class Candidates:
     def _make(self, method: str, training: bool) -> Candidate:
         images = self.batch(_SAMPLE).to(next(self.model.parameters()).device)
         if method == BASE:
-            base = self.model
-            if self.saved:
-                base = copy.deepcopy(self.model)
-                unmerge_tokens_(base)
+            base = unmerged_copy(self.model) if self.saved else self.model
             return Candidate(method=BASE, model=base, gmacs=_gmacs(base, images))
         if self.saved:  # as it was saved: what rests in it is not counted
             cost = measured_gmacs(self.model, images[:_COUNTED])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ from ltm.api import (
     fit_,
     gmacs,
     is_merging,
-    merge_tokens_,
     mergers,
-    unmerge_tokens_,
+    merging_copy,
+    unmerged_copy,
 )
 from ltm.core.cost import measured_gmacs, num_parameters
 from ltm.evaluation import accuracy
@@ -149,15 +148,9 @@ def _networks(model: nn.Module, settings: EvaluateSettings) -> dict[str, nn.Modu
     texts = split_methods(settings.methods)
     if is_merging(model):
         refuse_given({"methods": texts, "ratio": settings.ratio}, "a saved run")
-        base = copy.deepcopy(model)
-        unmerge_tokens_(base)
-        return {BASE: base, conversion_of(model).config.name: model}
-    found = {BASE: model}
-    for text in texts:
-        merging = copy.deepcopy(model)
-        merge_tokens_(merging, method_config(text, settings.ratio))
-        found[text] = merging
-    return found
+        return {BASE: unmerged_copy(model), conversion_of(model).config.name: model}
+    merging = {text: merging_copy(model, method_config(text, settings.ratio)) for text in texts}
+    return {BASE: model, **merging}
 
 
 def _fit_(models: Mapping[str, nn.Module], sample: Callable[[], Tensor]) -> None:

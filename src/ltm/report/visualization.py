@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ from ltm.api import (
     image_size_of,
     is_merging,
     merge_tokens_,
+    merging_copy,
     report,
-    unmerge_tokens_,
 )
 from ltm.core.schedule import Grid
 from ltm.data.config import DataConfig
@@ -125,20 +124,18 @@ def visualize(
 def _converted(model: nn.Module, settings: VisualizeSettings) -> dict[str, nn.Module]:
     """The networks to draw by the name to show; the other method first, as in the paper."""
     method, ratio = settings.method, settings.ratio
-    other = copy.deepcopy(model)
     if is_merging(model):
         if method is not None:
             raise ValueError("method: a saved run merges already; leave --method out")
         method = conversion_of(model).config.name
         ratio = conversion_of(model).config.ratio or min(1.0, report(model).share)
-        unmerge_tokens_(other)
     else:
         method = method or "ltm"
         merge_tokens_(model, method_config(method, ratio))
     found: dict[str, nn.Module] = {}
     if settings.against not in ("none", method):
-        merge_tokens_(other, method_config(settings.against, ratio), image_size_of(model))
-        found[display_name(settings.against)] = other
+        against = method_config(settings.against, ratio)
+        found[display_name(settings.against)] = merging_copy(model, against, image_size_of(model))
     return {**found, display_name(method): model}
 
 

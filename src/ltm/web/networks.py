@@ -7,7 +7,6 @@ are asked for, and a few of them are kept.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from ltm.adapters import select_adapter
 from ltm.adapters.base import Layout
-from ltm.api import fit_, image_size_of, is_merging, merge_tokens_, unmerge_tokens_
+from ltm.api import fit_, image_size_of, is_merging, merging_copy, unmerged_copy
 from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
 from ltm.data.shapes import ShapesClassification
@@ -84,9 +83,9 @@ def as_network(
 ) -> Network:
     """A network of one's own, converted or not."""
     names = class_names or tuple(f"class {index}" for index in range(num_classes_of(model)))
-    saved, original = (model.eval(), _sharing_copy(model)) if is_merging(model) else (None, model)
-    if saved is not None:
-        unmerge_tokens_(original)
+    saved, original = None, model
+    if is_merging(model):
+        saved, original = model.eval(), unmerged_copy(model, share_weights=True)
     return Network(
         name=name,
         model=original.eval(),
@@ -95,12 +94,6 @@ def as_network(
         sample=sample,
         saved=saved,
     )
-
-
-def _sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares all weights with the original; merging does not change them."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 class Networks:
@@ -125,8 +118,8 @@ class Networks:
     def _make(self, name: str, method: str, ratio: float) -> nn.Module:
         network = self[name]
         config = next(kind for kind in methods().values() if kind.title == method)(ratio=ratio)
-        model = _sharing_copy(network.model)
-        merge_tokens_(model, config, image_size_of(model, network.spec.size))
+        size = image_size_of(network.model, network.spec.size)
+        model = merging_copy(network.model, config, size, share_weights=True)
         if network.sample is not None:
             number = _FITTED if config.needs_images() else len(network.sample)
             fit_(model, network.sample[:number], tolerance=0.03)
