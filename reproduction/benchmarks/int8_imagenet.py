@@ -22,10 +22,11 @@ from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import ImageSpec, image_spec
-from ltm.deployment.formats import OnnxModel, deployable, save_onnx, trace
+from ltm.deployment.formats import deployable, save_onnx, trace
 from ltm.deployment.information import describe
 from ltm.deployment.int8 import RECIPES, quantise_onnx
 from ltm.evaluation.accuracy import paired_interval
+from ltm.evaluation.modes import OnnxModel
 from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.models import ModelSource, check_classes, method_config
 from reproduction.benchmarks.recording import parser, write_page

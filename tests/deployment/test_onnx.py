@@ -14,22 +14,23 @@ from torch import Tensor, nn
 import ltm
 from ltm.api.saving import telling_names
 from ltm.deployment.export import Export, Parity, ParityError, compare, require_parity
-from ltm.deployment.formats import OnnxModel, save_onnx
+from ltm.deployment.formats import onnx_information, save_onnx
 from ltm.deployment.information import (
     ModelInformation,
     describe,
     read_class_names,
     saved_class_names,
 )
+from ltm.evaluation.modes import OnnxModel
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_file_says_how_to_use_it(exported: Export) -> None:
     model = OnnxModel(exported.folder / "model.onnx")
-    assert model.information.spec == exported.information.spec
-    assert model.information.class_names == tuple(f"class {index}" for index in range(10))
-    merging = model.information.token_merging
+    assert onnx_information(model).spec == exported.information.spec
+    assert onnx_information(model).class_names == tuple(f"class {index}" for index in range(10))
+    merging = onnx_information(model).token_merging
     assert merging is not None
     assert merging["method"] == "ltm"
     assert merging["token_counts"] == [24]
@@ -121,7 +122,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, exported: Export) -> None:
     del foreign.metadata_props[:]
     onnx.save(foreign, str(tmp_path / "foreign.onnx"))
     with pytest.raises(ValueError, match="`ltm export` did not write it"):
-        _ = OnnxModel(tmp_path / "foreign.onnx").information
+        onnx_information(OnnxModel(tmp_path / "foreign.onnx"))
 
 
 def test_a_missing_package_is_named(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ltm.data.shapes import example_pictures
 from ltm.deployment.export import Export
-from ltm.deployment.formats import OnnxModel
+from ltm.deployment.formats import onnx_information
 from ltm.deployment.information import ModelInformation
 from ltm.deployment.prediction import (
     Classifier,
@@ -27,6 +27,7 @@ from ltm.deployment.prediction import (
     open_writer,
     stream,
 )
+from ltm.evaluation.modes import OnnxModel
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +132,8 @@ def test_a_classifier_names_the_likeliest_classes(exported: Export, tmp_path: Pa
     picture = example_pictures(1, 64)[0].image
     picture.save(tmp_path / "picture.png")
     onnx = OnnxModel(exported.folder / "model.onnx")
-    both = [Classifier(onnx, onnx.information, 3), Classifier(exported.model, onnx.information, 3)]
+    known = onnx_information(onnx)
+    both = [Classifier(onnx, known, 3), Classifier(exported.model, known, 3)]
     answers = []
     for classifier in both:
         (row,) = stream([str(tmp_path / "picture.png")], classifier)
@@ -140,7 +142,7 @@ def test_a_classifier_names_the_likeliest_classes(exported: Export, tmp_path: Pa
     assert answers[0]["classes"] == [f"class {index}" for index in answers[0]["indices"]]
     assert answers[0]["indices"] == answers[1]["indices"]
     assert answers[0]["probabilities"] == sorted(answers[0]["probabilities"], reverse=True)
-    unnamed = ModelInformation(model="x", spec=onnx.information.spec)
+    unnamed = ModelInformation(model="x", spec=known.spec)
     (row,) = stream([str(tmp_path / "picture.png")], Classifier(onnx, unnamed, 50))
     assert row.answer is not None
     assert row.answer["classes"] == [str(index) for index in row.answer["indices"]]

@@ -194,11 +194,9 @@ def test_onnxruntime_says_what_torch_says(
         if isinstance(config, ltm.LTM):
             ltm.collect_statistics_(model, [images])
         ltm.freeze_(model)
-    run = modes.OnnxForward(model, images)
+    run = modes.onnxruntime(model, images)
     with torch.no_grad():
-        torch.testing.assert_close(
-            torch.from_numpy(run(images)), model(images), atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(run(images), model(images), atol=1e-4, rtol=1e-4)
 
 
 def test_onnxruntime_takes_networks_with_fused_attention_and_leaves_it_on(
@@ -208,12 +206,10 @@ def test_onnxruntime_takes_networks_with_fused_attention_and_leaves_it_on(
     pytest.importorskip("onnxscript")
     swin, images = small_swin(), torch.randn(2, 3, 56, 56)
     fuse_attention_(swin)
-    run = modes.OnnxForward(swin, images)
+    run = modes.onnxruntime(swin, images)
     assert all(m.fused_attn for m in swin.modules() if hasattr(m, "fused_attn"))
     with torch.no_grad():
-        torch.testing.assert_close(
-            torch.from_numpy(run(images)), swin(images), atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(run(images), swin(images), atol=1e-4, rtol=1e-4)
 
 
 def test_measured_macs_are_those_of_the_counter() -> None:

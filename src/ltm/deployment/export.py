@@ -21,7 +21,6 @@ from ltm.data.config import DataConfig
 from ltm.data.loading import evaluation_loader
 from ltm.deployment.formats import (
     SUFFIXES,
-    OnnxModel,
     OpenVinoModel,
     deployable,
     save_onnx,
@@ -34,6 +33,7 @@ from ltm.deployment.settings import BATCH_SIZES, TOLERANCE, ExportSettings, Form
 from ltm.evaluation import environment
 from ltm.evaluation.accuracy import paired_interval
 from ltm.evaluation.images import part_images
+from ltm.evaluation.modes import OnnxModel
 from ltm.evaluation.records import text_table
 from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.files import write_metrics

@@ -3,7 +3,7 @@
 | format | written by | run by |
 |---|---|---|
 | torch.export program, `.pt2` | `torch.export.save` | `torch.export.load`, which unpickles |
-| ONNX, `.onnx` | `save_onnx` | `OnnxModel` |
+| ONNX, `.onnx` | `save_onnx` | `evaluation.modes.OnnxModel` |
 | OpenVINO, `.xml` and `.bin` | `save_openvino`, from an ONNX file | `OpenVinoModel` |
 
 A network is traced once (`trace`), for any batch size. An ONNX file has its preprocessing and class
@@ -26,7 +26,7 @@ from ltm.api import freeze_, image_size_of, is_merging
 from ltm.core.cost import channels_of
 from ltm.deployment.information import ModelInformation
 from ltm.deployment.settings import Format
-from ltm.evaluation.modes import onnx_session, to_onnx
+from ltm.evaluation.modes import OnnxModel, to_onnx
 from ltm.extras import require
 
 SUFFIXES: dict[Format, str] = {"program": ".pt2", "onnx": ".onnx", "openvino": ".xml"}
@@ -106,28 +106,12 @@ def _name_batch_(model: Any) -> None:
             value.shape = ir.Shape([BATCH if side == traced else side for side in value.shape])
 
 
-class OnnxModel:
-    """An ONNX file of `ltm export` in ONNX Runtime on the processor: scores from images."""
-
-    def __init__(self, path: Path, *, threads: int | None = None) -> None:
-        if not path.is_file():
-            raise FileNotFoundError(f"model is {path}: there is no such file")
-        self.path, self.session = path, onnx_session(path, threads)
-        self._input = self.session.get_inputs()[0].name
-        self.num_classes = int(self.session.get_outputs()[0].shape[-1])
-
-    @property
-    def information(self) -> ModelInformation:
-        """What the file says about its images and classes."""
-        entries = self.session.get_modelmeta().custom_metadata_map
-        try:
-            return ModelInformation.from_strings(entries)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from error
-
-    def __call__(self, images: Tensor) -> Tensor:
-        outputs: Any = self.session.run(None, {self._input: images.float().cpu().numpy()})
-        return torch.from_numpy(outputs[0])
+def onnx_information(model: OnnxModel) -> ModelInformation:
+    """What an ONNX file says about its images and classes."""
+    try:
+        return ModelInformation.from_strings(model.metadata)
+    except ValueError as error:
+        raise ValueError(f"{model.path}: {error}") from error
 
 
 def save_openvino(source: Path, target: Path) -> Path:

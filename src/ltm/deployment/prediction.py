@@ -26,9 +26,10 @@ from ltm.api.saving import saved_folder
 from ltm.data.folders import walk_images
 from ltm.data.images import decode
 from ltm.data.transforms import evaluation_transform
-from ltm.deployment.formats import OnnxModel
+from ltm.deployment.formats import onnx_information
 from ltm.deployment.information import ModelInformation, known_about
 from ltm.deployment.settings import LineFormat, PredictSettings
+from ltm.evaluation.modes import OnnxModel
 from ltm.files import write_metrics
 from ltm.models import (
     ModelSource,
@@ -142,7 +143,7 @@ def _open_predictor(
         )
     if isinstance(model, str | Path) and Path(model).suffix.lower() == ".onnx":
         file = OnnxModel(Path(model))
-        known = file.information.adjusted(file.num_classes, settings)
+        known = onnx_information(file).adjusted(file.num_classes, settings)
         return Classifier(file, known, settings.top)
     source = source_of(model)
     run = None if source is None else source.run

@@ -59,22 +59,51 @@ def _require_cuda(mode: str, images: Tensor) -> None:
         raise ValueError(f"mode {mode} needs a CUDA device")
 
 
-class OnnxForward:
-    """A network exported to ONNX, for this batch size, in ONNX Runtime on the processor."""
+def onnxruntime(model: nn.Module, images: Tensor) -> Runner:
+    """The network as an ONNX file for this batch size, in ONNX Runtime on the processor."""
+    if images.device.type != "cpu" or images.dtype != torch.float32:
+        raise ValueError("mode onnxruntime is timed on the processor, in fp32")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        with torch.no_grad(), _plain_attention(model):
+            program = torch.export.export(model, (images,))
+        to_onnx(program).save(str(path))
+        return OnnxModel(path)
 
-    def __init__(self, model: nn.Module, images: Tensor) -> None:
-        if images.device.type != "cpu" or images.dtype != torch.float32:
-            raise ValueError("mode onnxruntime is timed on the processor, in fp32")
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.onnx"
-            with torch.no_grad(), _plain_attention(model):
-                program = torch.export.export(model, (images,))
-            to_onnx(program).save(str(path))
-            self.session = onnx_session(path)
-        self.input_name = self.session.get_inputs()[0].name
 
-    def __call__(self, images: Tensor) -> Any:
-        return self.session.run(None, {self.input_name: images.numpy()})[0]
+class OnnxModel:
+    """An ONNX file in ONNX Runtime on the processor: scores from images.
+
+    It takes torch's number of threads unless told otherwise.
+    """
+
+    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"model is {path}: there is no such file")
+        runtime = require("onnxruntime", extra="export")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.log_severity_level = 3
+        # Otherwise its threads keep spinning between two calls, and slow down whatever runs then.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        providers = ["CPUExecutionProvider"]
+        try:
+            self._session = runtime.InferenceSession(str(path), options, providers=providers)
+        except Exception as error:  # its own exceptions have no common base
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} is no ONNX model that can be run: {reason}") from error
+        self.path = path
+        self._input = self._session.get_inputs()[0].name
+        self.num_classes = int(self._session.get_outputs()[0].shape[-1])
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the file says about itself."""
+        return self._session.get_modelmeta().custom_metadata_map
+
+    def __call__(self, images: Tensor) -> Tensor:
+        outputs: Any = self._session.run(None, {self._input: images.float().cpu().numpy()})
+        return torch.from_numpy(outputs[0])
 
 
 def to_onnx(
@@ -112,22 +141,6 @@ def _stable_sort(
     return op.TopK(values, length, axis=dim, largest=int(descending), sorted=1)
 
 
-def onnx_session(path: Path, threads: int | None = None) -> Any:
-    """An ONNX file in ONNX Runtime on the processor; torch's number of threads by default."""
-    onnxruntime = require("onnxruntime", extra="export")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or torch.get_num_threads()
-    options.log_severity_level = 3
-    # Otherwise its threads keep spinning between two calls, and slow down whatever runs then.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    providers = ["CPUExecutionProvider"]
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=providers)
-    except Exception as error:  # its own exceptions have no common base
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} is no ONNX model that can be run: {reason}") from error
-
-
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
     """ONNX has no fused attention, and torch cannot translate Swin's."""
@@ -146,7 +159,7 @@ MODES: dict[str, Callable[[nn.Module, Tensor], Runner]] = {
     "compiled": compiled,
     "cudagraph": cudagraph,
     "compiled-cudagraph": compiled_cudagraph,
-    "onnxruntime": OnnxForward,
+    "onnxruntime": onnxruntime,
 }
 """Ways to run a forward, by name."""
 
