@@ -22,7 +22,7 @@ import ltm
 from ltm.api import conversion_of
 from ltm.cli import main
 from ltm.cli.commands import command_line
-from ltm.compression.measurements import mixed
+from ltm.compression.compress import mixed
 from ltm.compression.settings import CompressSettings
 from ltm.data.shapes import ShapesClassification
 from ltm.evaluation.images import part_images
@@ -324,7 +324,7 @@ def test_ctrl_c_while_timing_keeps_the_rest(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ltm.compression.measurements.measure_latency", stop)
+    monkeypatch.setattr("ltm.evaluation.measurement.measure_latency", stop)
     assert interrupted_run(place, tmp_path, "--time-batches", "1") == 130
     metrics = read(tmp_path)
     assert metrics["interrupted"] == "timing"

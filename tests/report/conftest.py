@@ -11,7 +11,8 @@ from ltm.evaluation.accuracy import Accuracy, PairedDifference
 from ltm.evaluation.bottleneck import SiteBottleneck
 from ltm.evaluation.environment import describe
 from ltm.evaluation.latency import Timing
-from ltm.report.comparison import BlockChange, Comparison, Network
+from ltm.evaluation.measurement import Measurement
+from ltm.report.comparison import BlockChange, Comparison
 from ltm.report.pictures import Scenes, prepare
 
 
@@ -88,14 +89,14 @@ def bottleneck(method: str, block: int) -> SiteBottleneck:
     )
 
 
-def network(method: str, top1: float, share: float, difference: float | None = None) -> Network:
+def network(method: str, top1: float, share: float, difference: float | None = None) -> Measurement:
     against = None
     slow = timing(method, 1, 1.0 if method == "base" else 0.99, 0.02)
     if difference is not None:
         against = PairedDifference(
             difference=difference, low=difference - 0.005, high=difference + 0.005, num_images=2000
         )
-    return Network(
+    return Measurement(
         method=method,
         parameters=5_700_000,
         gmacs=1.2 * share,

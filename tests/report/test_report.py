@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from ltm.evaluation.accuracy import PairedDifference
-from ltm.report.comparison import Comparison, Network
+from ltm.evaluation.measurement import Measurement
+from ltm.report.comparison import Comparison
 from ltm.report.curves import Point, accuracy_figure, bottleneck_figure, tokens_figure
 from ltm.report.documents import (
     Illustration,
@@ -203,7 +204,7 @@ def _heights(line: Any) -> list[float]:
 
 
 def _with(comparison: Comparison, method: str, **changes: object) -> Comparison:
-    def change(network: Network) -> Network:
+    def change(network: Measurement) -> Measurement:
         return dataclasses.replace(network, **changes) if network.method == method else network
 
     return dataclasses.replace(comparison, networks=tuple(map(change, comparison.networks)))

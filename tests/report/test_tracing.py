@@ -6,9 +6,10 @@ from torch import nn
 
 import ltm
 from ltm.evaluation.bottleneck import watchable
+from ltm.evaluation.measurement import tokens_by_block
 from ltm.methods import methods
 from ltm.report.pictures import Scenes
-from ltm.report.tracing import DROPPED, SiteMap, at_block, tokens_by_block, trace
+from ltm.report.tracing import DROPPED, SiteMap, at_block, trace
 
 
 @pytest.mark.parametrize("method", methods())

@@ -5,8 +5,8 @@ import torch
 
 from ltm.data.shapes import ShapesClassification, example_pictures
 from ltm.data.transforms import evaluation_transform
+from ltm.evaluation.measurement import tokens_by_block
 from ltm.report.pictures import prepare
-from ltm.report.tracing import tokens_by_block
 from ltm.web.inspection import inspect
 from ltm.web.networks import (
     CLASSES,

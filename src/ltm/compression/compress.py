@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,15 +29,23 @@ from ltm.api import (
 )
 from ltm.calibration.calibration import calibrate
 from ltm.calibration.settings import CalibrateSettings
-from ltm.compression.measurements import Measurements
 from ltm.compression.settings import CompressSettings
 from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
+from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.environment import describe
-from ltm.evaluation.images import Partition, expected_images, load_batches, part_images
+from ltm.evaluation.images import (
+    Partition,
+    expected_images,
+    load_batches,
+    part_images,
+    repeated_images,
+    sample_images,
+)
 from ltm.evaluation.latency import BASE
+from ltm.evaluation.measurement import Measurements
 from ltm.evaluation.records import text_table
 from ltm.files import write_metrics
 from ltm.methods import MethodConfig
@@ -70,6 +79,7 @@ from ltm.report.verdicts import verdicts
 
 _DEFAULTS = CompressSettings()
 _FITTING_IMAGES = 64
+_SAMPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -214,7 +224,7 @@ class _Compression:
         self.source = source_of(model)
         self.name = name or (name_of(model) if self.source is None else self.source.name)
         self.models: dict[str, nn.Module] = {BASE: base}
-        self.measured = Measurements(self.models, self.images.evaluation, self._batches, say)
+        self.measured = Measurements(self.models, quiet=say is silent)
         self.notes: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.illustrations: list[Illustration] = []
@@ -251,7 +261,7 @@ class _Compression:
                 return
 
     def _stages(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        settings, measured = self.settings, self.measured
+        settings = self.settings
         yield "the conversion", self.convert
         if settings.calibrate:
             yield "the calibration", self.calibrate
@@ -259,14 +269,11 @@ class _Compression:
             yield "the fine-tuning", self.finetune
         yield "freezing", self.freeze
         yield "the conversion of the peers", self.add_peers
-        yield "the evaluation", measured.evaluate
+        yield "the evaluation", self.evaluate
         if settings.bottleneck_images:
-            yield (
-                "the measurement of the information bottleneck",
-                lambda: measured.measure_bottleneck(settings.bottleneck_images),
-            )
+            yield "the measurement of the information bottleneck", self.measure_bottleneck
         if settings.time:
-            yield "timing", lambda: measured.measure_time(self.name, settings.time_batches)
+            yield "timing", self.measure_time
         yield "drawing", self.draw
 
     def convert(self) -> None:
@@ -353,6 +360,33 @@ class _Compression:
             else:
                 self.models[text] = freeze_(peer)
 
+    def evaluate(self) -> None:
+        """Show all networks all images, in an order that mixes the classes."""
+        dataset = self.images.evaluation
+        self.say(f"Evaluating {len(self.models)} networks on {len(dataset):,} images")
+        self.measured.measure_accuracy(self._batches(mixed(dataset)))
+
+    def measure_bottleneck(self) -> None:
+        """Information bottleneck by block."""
+        dataset = self.images.evaluation.take(self.settings.bottleneck_images)
+        self.say(f"Measuring the information bottleneck on {len(dataset):,} images")
+        try:
+            self.measured.measure_bottleneck(self._batches(dataset))
+        except KeyboardInterrupt:
+            # Numbers of fewer images would not match the curves beside them.
+            self.measured.sites = []
+            raise
+
+    def measure_time(self) -> None:
+        """Time all networks on real images."""
+
+        def images(batch_size: int) -> Tensor:
+            self.say(f"Timing batches of {batch_size}")
+            dataset, base = self.images.evaluation, self.models[BASE]
+            return repeated_images(dataset, self.data, base, batch_size)
+
+        self.measured.measure_time(self.name, self.settings.time_batches, images)
+
     def draw(self) -> None:
         """Pictures of what becomes one token."""
         base, named = self.models[BASE], self.pictures
@@ -379,6 +413,8 @@ class _Compression:
         done = report(self.model) if settings.method in self.models else None
         share = 1.0 if done is None else done.share
         used = self.__dict__.get("calibration_batch")
+        if self.measured.outputs:
+            self.measured.measure_tokens(self._sample())
         return Comparison(
             title=f"{name} at {share:.2f} of its multiply-adds, by {display_name(settings.method)}",
             model=name,
@@ -392,13 +428,28 @@ class _Compression:
             seed=settings.seed,
             command=command,
             environment=describe(self.device),
-            networks=self.measured.networks(self.notes),
-            lead=self.measured.lead(settings.method),
+            networks=self.measured.rows(self._sample, self.notes),
+            lead=self._lead(),
             blocks=() if done is None else block_changes(self.model),
             num_blocks=0 if done is None else done.num_blocks,
             left_out=self.left_out,
             interrupted=self.interrupted,
         )
+
+    def _sample(self) -> Tensor:
+        """Images on which tokens are counted, and MACs that differ from image to image."""
+        return sample_images(self.images.evaluation, self.data, self.models[BASE], _SAMPLE)
+
+    def _lead(self) -> dict[str, PairedDifference]:
+        """Accuracy of the compressed network less that of each peer."""
+        method, known = self.settings.method, self.measured.outputs
+        others = [name for name in known if name not in (BASE, method)]
+        return {name: self.measured.difference(method, name) for name in others}
+
+
+def mixed(dataset: Any) -> Any:
+    """The same images in another order: those seen before Ctrl-C are then of all classes."""
+    return dataset.select(np.random.default_rng(0).permutation(len(dataset)).tolist())
 
 
 def _why_not_calibrated(model: nn.Module, images: Partition) -> str:

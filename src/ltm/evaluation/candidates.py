@@ -13,17 +13,15 @@ from ltm.api import (
     conversion_of,
     fit_,
     freeze_,
-    gmacs,
     image_size_of,
     is_merging,
-    mergers,
     merging_copy,
     token_counts,
     unmerged_copy,
 )
-from ltm.core.cost import measured_gmacs
-from ltm.evaluation.images import load_batches
+from ltm.evaluation.images import load_batches, repeated_images
 from ltm.evaluation.latency import BASE, Candidate, noise
+from ltm.evaluation.measurement import mean_gmacs, varies
 from ltm.evaluation.reference_tome import ReferenceToMe
 from ltm.evaluation.settings import BenchmarkSettings
 from ltm.methods import MethodConfig
@@ -37,6 +35,8 @@ SAVED = "saved"
 
 _SAMPLE, _COUNTED = 16, 8
 """Images that methods are fitted on, and images on which multiply-adds are counted."""
+_BATCHES = 4
+"""Batches that one call goes through, end to end."""
 _VARYING = "fitted on the timed images; batches padded to the longest image, masked when compiled"
 
 
@@ -68,10 +68,10 @@ def merging_candidate(
     few = images[:_SAMPLE]
     labels = torch.arange(len(few)) % num_classes_of(model)
     fit_(model, [(few, labels)], tolerance=0.02)
-    cost = _gmacs(model, images)
+    cost = mean_gmacs(model, lambda: images[:_COUNTED])
     if not training:
         freeze_(model)
-    note = _VARYING if _varies(model) else ""
+    note = _VARYING if varies(model) else ""
     return Candidate(method=method, model=model, ratio=config.ratio, gmacs=cost, note=note)
 
 
@@ -86,21 +86,9 @@ def _published_tome(model: nn.Module, method: str, ratio: float, images: Tensor)
         method=PUBLISHED_TOME,
         model=published,
         ratio=config.ratio or ratio,
-        gmacs=measured_gmacs(published, images[:1]),
+        gmacs=mean_gmacs(published, lambda: images),
         note="published algorithm in plain torch, fused attention",
     )
-
-
-def _gmacs(model: nn.Module, images: Tensor) -> float:
-    """Counted without values, unless every image keeps a number of tokens of its own."""
-    if _varies(model):
-        return measured_gmacs(model, images[:_COUNTED])
-    return gmacs(model, (images.shape[-2], images.shape[-1]))
-
-
-def _varies(model: nn.Module) -> bool:
-    """Whether every image keeps a number of tokens of its own."""
-    return any(merger.own_counts for _, merger in mergers(model))
 
 
 class Candidates:
@@ -133,26 +121,22 @@ class Candidates:
 
     def _make(self, method: str, training: bool) -> Candidate:
         images = self.batch(_SAMPLE).to(next(self.model.parameters()).device)
-        if method == BASE:
-            base = unmerged_copy(self.model) if self.saved else self.model
-            return Candidate(method=BASE, model=base, gmacs=_gmacs(base, images))
-        if self.saved:  # as it was saved: what rests in it is not counted
-            cost = measured_gmacs(self.model, images[:_COUNTED])
-            return Candidate(method=method, model=self.model, gmacs=cost)
-        return merging_candidate(self.model, method, self.ratio, images, training=training)
+        if method not in (BASE, SAVED):
+            return merging_candidate(self.model, method, self.ratio, images, training=training)
+        model = unmerged_copy(self.model) if self.saved and method == BASE else self.model
+        cost = mean_gmacs(model, lambda: images[:_COUNTED])
+        return Candidate(method=method, model=model, gmacs=cost)
 
     def batch(self, batch_size: int) -> Tensor:
         """Images to run on: real ones, repeated where there are too few, or noise."""
         if self.images is None:
             return noise(self.model, batch_size, self.image_size)
-        few = min(batch_size, 64, len(self.images))
-        found = next(iter(self.loader(few, 1)))[0]
-        return found.repeat(-(-batch_size // few), 1, 1, 1)[:batch_size]
+        return repeated_images(self.images, str(self.settings.data), self.model, batch_size)
 
-    def loader(self, batch_size: int, batches: int = 4) -> Any:
-        """At most so many full batches of the data set, as often as asked for."""
+    def loader(self, batch_size: int) -> Any:
+        """A few full batches of the data set, as often as asked for."""
         number, source = len(self.images), str(self.settings.data)
-        whole = min(batches, number // batch_size) * batch_size
+        whole = min(_BATCHES, number // batch_size) * batch_size
         if whole == 0:
             raise ValueError(f"{source} has {number} images, fewer than {batch_size}")
         few, workers = self.images.take(whole), self.settings.workers

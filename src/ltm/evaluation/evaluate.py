@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ from ltm.api import (
     merging_copy,
     unmerged_copy,
 )
-from ltm.core.cost import measured_gmacs, num_parameters
-from ltm.evaluation import accuracy
-from ltm.evaluation.accuracy import Outputs, paired_interval, summarise
-from ltm.evaluation.bottleneck import SiteBottleneck, measure_bottleneck, overall
+from ltm.evaluation.accuracy import PairedDifference
+from ltm.evaluation.bottleneck import overall
 from ltm.evaluation.environment import describe
 from ltm.evaluation.images import load_batches, open_images, sample_images
 from ltm.evaluation.latency import BASE
+from ltm.evaluation.measurement import Measurement, Measurements
 from ltm.evaluation.records import text_table
 from ltm.evaluation.settings import EvaluateSettings
 from ltm.files import write_metrics
@@ -35,7 +34,6 @@ from ltm.models import (
     changed,
     method_config,
     name_of,
-    num_classes_of,
     open_model,
     refuse_given,
     silent,
@@ -53,6 +51,8 @@ _SAMPLE = 64
 class EvaluateResult:
     """Networks measured on the same images. Print it."""
 
+    networks: tuple[Measurement, ...]
+    """What was measured of each network, the untouched one first."""
     metrics: dict[str, Any]
     """All numbers as plain values; `models` has those of each network by its method."""
 
@@ -120,26 +120,33 @@ def evaluate(
         if others is not None:
             more = load_batches(others, str(settings.statistics), network, labelled=False, **placed)
             _collect_(models, more, say)
-        quiet = say is silent or not process.speaks
-        loop = Progress("accuracy", silent=quiet)
-        outputs = accuracy.evaluate(models, batches, original=BASE, progress=loop)
-        sites: list[SiteBottleneck] = []
-        if settings.bottleneck and not loop.interrupted:
-            loop = Progress("information bottleneck", silent=quiet)
-            classes = num_classes_of(network)
-            sites = measure_bottleneck(models, batches, classes, beta=settings.beta, progress=loop)
-        rows = _rows(models, outputs, sites, sample_images(dataset, data, network, _SAMPLE))
+        measured = Measurements(models, quiet=say is silent or not process.speaks)
+        interrupted = False
+        try:
+            measured.measure_accuracy(batches)
+            if settings.bottleneck:
+                measured.measure_bottleneck(batches, beta=settings.beta)
+        except KeyboardInterrupt:
+            if not measured.outputs:
+                raise
+            interrupted = True
+        rows = measured.rows(lambda: sample_images(dataset, data, network, _SAMPLE))
+    against = {name: measured.difference(name, BASE) for name in models}
     return EvaluateResult(
+        networks=rows,
         metrics={
             "data": data,
             "split": settings.split,
             "model": name_of(model),
             "beta": settings.beta,
-            "interrupted": loop.interrupted,
+            "interrupted": interrupted,
             "environment": asdict(describe(where)),
-            "num_images": len(outputs[BASE].correct),
-            "models": rows,
-        }
+            "num_images": len(measured.outputs[BASE].correct),
+            "models": {
+                row.method: _numbers(row, gmacs(models[row.method]), against[row.method])
+                for row in rows
+            },
+        },
     )
 
 
@@ -178,29 +185,21 @@ class _Unlabelled:
         return (images for images, _ in self.batches)
 
 
-def _rows(
-    models: Mapping[str, nn.Module],
-    outputs: Mapping[str, Outputs],
-    sites: Sequence[SiteBottleneck],
-    sample: Tensor,
-) -> dict[str, Any]:
-    """All numbers of each network as plain values."""
-    last = overall(sites)
-    rows: dict[str, Any] = {}
-    for name, model in models.items():
-        varies = any(merger.own_counts for _, merger in mergers(model))
-        rows[name] = {
-            "parameters": num_parameters(model),
-            "gmacs": gmacs(model),
-            "measured_gmacs": measured_gmacs(model, sample if varies else sample[:1]),
-            **asdict(summarise(outputs[name])),
-            "against_base": asdict(paired_interval(outputs[name].correct, outputs[BASE].correct)),
-            "bottleneck": {
-                "overall": asdict(last[name]) if name in last else None,
-                "sites": [asdict(site) for site in sites if site.model == name],
-            },
-        }
-    return rows
+def _numbers(row: Measurement, planned: float, against: PairedDifference) -> dict[str, Any]:
+    """All numbers of one network as plain values; `planned`: GMACs with all modules at work."""
+    assert row.accuracy is not None
+    last = overall(row.bottleneck).get(row.method)
+    return {
+        "parameters": row.parameters,
+        "gmacs": planned,
+        "measured_gmacs": row.gmacs,
+        **asdict(row.accuracy),
+        "against_base": asdict(against),
+        "bottleneck": {
+            "overall": None if last is None else asdict(last),
+            "sites": [asdict(site) for site in row.bottleneck],
+        },
+    }
 
 
 def _per_cent(value: float, sign: str = "") -> str:

@@ -17,6 +17,8 @@ from ltm.models import check_classes, require_least
 
 _LEAST_CALIBRATION = 32
 """Fewer images than this say little about a schedule."""
+_FEW = 64
+"""No more images are read for one batch to time."""
 
 
 def open_images(source: str, split: str, images: int | None = None) -> Any:
@@ -52,6 +54,12 @@ def sample_images(dataset: Any, source: str, model: nn.Module, number: int) -> T
     few = dataset.take(number)
     batches = load_batches(few, source, model, batch_size=number, workers=0, labelled=False)
     return next(iter(batches))[0]
+
+
+def repeated_images(dataset: Any, source: str, model: nn.Module, batch_size: int) -> Tensor:
+    """A batch of real images, repeated where there are too few."""
+    few = sample_images(dataset, source, model, min(batch_size, _FEW))
+    return few.repeat(-(-batch_size // len(few)), 1, 1, 1)[:batch_size]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from ltm.api import conversion_of
-from ltm.evaluation.accuracy import Accuracy, PairedDifference
-from ltm.evaluation.bottleneck import SiteBottleneck
+from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.environment import Environment
-from ltm.evaluation.latency import BASE, Timing
+from ltm.evaluation.latency import BASE
+from ltm.evaluation.measurement import Measurement
 from ltm.methods.base import Site
 
 
@@ -25,28 +25,6 @@ class BlockChange:
     """Tokens that enter: a number, or height x width."""
     after: str
     how: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """One network: what it costs, how right it is, how fast."""
-
-    method: str
-    parameters: int
-    gmacs: float
-    share: float
-    """Of the original's multiply-adds; a mean over images where tokens differ per image."""
-    accuracy: Accuracy | None = None
-    against_base: PairedDifference | None = None
-    timings: tuple[Timing, ...] = ()
-    tokens: dict[int, float] = field(default_factory=dict)
-    """Tokens after each block, prefix tokens excluded."""
-    bottleneck: tuple[SiteBottleneck, ...] = ()
-    note: str = ""
-
-    def timing(self, batch_size: int) -> Timing | None:
-        """The time of a batch, if it was measured."""
-        return next((t for t in self.timings if t.batch_size == batch_size), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +46,7 @@ class Comparison:
     seed: int
     command: str
     environment: Environment
-    networks: tuple[Network, ...]
+    networks: tuple[Measurement, ...]
     lead: dict[str, PairedDifference] = field(default_factory=dict)
     """Accuracy of the compressed network less that of each peer, image by image."""
     blocks: tuple[BlockChange, ...] = ()
@@ -78,16 +56,16 @@ class Comparison:
     interrupted: str = ""
     """What was going on when the run was stopped; empty for a complete one."""
 
-    def network(self, method: str) -> Network | None:
+    def network(self, method: str) -> Measurement | None:
         """The network of a method, if it was measured."""
         return next((n for n in self.networks if n.method == method), None)
 
     @property
-    def base(self) -> Network | None:
+    def base(self) -> Measurement | None:
         return self.network(BASE)
 
     @property
-    def compressed(self) -> Network | None:
+    def compressed(self) -> Measurement | None:
         return self.network(self.method)
 
     def to_dict(self) -> dict[str, Any]:

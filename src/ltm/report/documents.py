@@ -19,7 +19,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from matplotlib.figure import Figure
 
 from ltm.evaluation.latency import BASE, Timing
-from ltm.report.comparison import Comparison, Network
+from ltm.evaluation.measurement import Measurement
+from ltm.report.comparison import Comparison
 from ltm.report.curves import (
     Point,
     accuracy_figure,
@@ -144,7 +145,7 @@ def curves(comparison: Comparison) -> list[Illustration]:
     return found
 
 
-def _against_macs(networks: Sequence[Network]) -> Illustration:
+def _against_macs(networks: Sequence[Measurement]) -> Illustration:
     points = [_point(network, network.gmacs) for network in networks]
     return Illustration(
         address=_vector(accuracy_figure(points, "GMACs per image")),
@@ -153,7 +154,7 @@ def _against_macs(networks: Sequence[Network]) -> Illustration:
     )
 
 
-def _against_time(networks: Sequence[Network], batch_size: int) -> Illustration:
+def _against_time(networks: Sequence[Measurement], batch_size: int) -> Illustration:
     """Times as shares of the original's, from rounds that ran both: a busy moment hits both."""
     points = [
         _point(network, 1 / timing.speedup, (1 / high, 1 / low))
@@ -170,7 +171,7 @@ def _against_time(networks: Sequence[Network], batch_size: int) -> Illustration:
 
 
 def _point(
-    network: Network, cost: float, cost_interval: tuple[float, float] | None = None
+    network: Measurement, cost: float, cost_interval: tuple[float, float] | None = None
 ) -> Point:
     assert network.accuracy is not None
     return Point(
@@ -194,7 +195,7 @@ def _vector(figure: Figure) -> str:
     return data_uri(figure_bytes(figure, "svg"), "image/svg+xml")
 
 
-def _row(network: Network, comparison: Comparison, batches: Sequence[int]) -> dict[str, Any]:
+def _row(network: Measurement, comparison: Comparison, batches: Sequence[int]) -> dict[str, Any]:
     """One network in the headline table, as text."""
     is_base, accuracy, against = network.method == BASE, network.accuracy, network.against_base
     top1 = difference = agreement = ""

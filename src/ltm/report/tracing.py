@@ -1,4 +1,4 @@
-"""Follow the tokens of a converted model: where each patch went, and how many tokens are left.
+"""Follow the tokens of a converted model: where each patch went.
 
 Letters: b images, n patches at the start of a block's stage, p tokens after the block.
 """
@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ltm.api import conversion_of, merge_maps, watching
-from ltm.core.cost import evaluating
+from ltm.api import conversion_of, merge_maps
 from ltm.core.schedule import Grid
 
 DROPPED = -1
@@ -105,20 +104,6 @@ def at_block(maps: Sequence[SiteMap], block: int, grid: Grid, num_images: int) -
         return before[-1]
     identity = torch.eye(grid[0] * grid[1]).expand(num_images, -1, -1)
     return SiteMap(block=block, grid=grid, weights=identity)
-
-
-@torch.no_grad()
-def tokens_by_block(model: nn.Module, images: Tensor) -> dict[int, float]:
-    """Tokens that leave each block of a converted model on average, prefix tokens excluded."""
-    prefix = max((site.num_prefix for site in conversion_of(model).sites), default=0)
-    with evaluating(model), watching(model) as records:
-        model(images)
-    counts: dict[int, float] = {}
-    for record in records:
-        counts[record.block] = float(record.merged.shape[1] - prefix)
-        if record.size is not None:
-            counts[record.block] = float((record.size[:, prefix:] > 0).sum(1).float().mean())
-    return counts
 
 
 def _patch_index(patch: Grid, grid: Grid) -> int:

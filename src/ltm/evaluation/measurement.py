@@ -1,0 +1,184 @@
+"""Networks measured side by side on the same images: cost, accuracy, bottleneck, tokens, time.
+
+`Measurements` takes the networks, one of them the base. Each `measure_...` is one pass over images;
+`rows` tells all that is known by then, one `Measurement` a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ltm.api import conversion_of, image_size_of, mergers, watching
+from ltm.core.bottleneck import BETA
+from ltm.core.cost import (
+    count_macs,
+    evaluating,
+    measured_gmacs,
+    meta_copy,
+    meta_images,
+    num_parameters,
+)
+from ltm.evaluation.accuracy import (
+    Accuracy,
+    Outputs,
+    PairedDifference,
+    evaluate,
+    paired_interval,
+    summarise,
+)
+from ltm.evaluation.bottleneck import SiteBottleneck, measure_bottleneck, watchable
+from ltm.evaluation.latency import BASE, Candidate, Conditions, Timing, measure_latency
+from ltm.models import num_classes_of
+from ltm.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One network: what it costs, how right it is, how fast. What was not measured is empty."""
+
+    method: str
+    parameters: int
+    gmacs: float
+    share: float
+    """Of the original's multiply-adds; a mean over images where tokens differ per image."""
+    accuracy: Accuracy | None = None
+    against_base: PairedDifference | None = None
+    timings: tuple[Timing, ...] = ()
+    tokens: dict[int, float] = field(default_factory=dict)
+    """Tokens after each block, prefix tokens excluded."""
+    bottleneck: tuple[SiteBottleneck, ...] = ()
+    note: str = ""
+
+    def timing(self, batch_size: int) -> Timing | None:
+        """The time of a batch, if it was measured."""
+        return next((t for t in self.timings if t.batch_size == batch_size), None)
+
+
+class Measurements:
+    """Measures `models` by name, one of which is the `BASE`; they may grow until the first pass.
+
+    Ctrl-C ends a pass with KeyboardInterrupt; what it has seen until then is kept.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], *, quiet: bool = True) -> None:
+        self.models, self.quiet = models, quiet
+        self.outputs: dict[str, Outputs] = {}
+        self.sites: list[SiteBottleneck] = []
+        self.tokens: dict[str, dict[int, float]] = {}
+        self.timings: list[Timing] = []
+
+    def measure_accuracy(self, batches: Iterable[Any]) -> None:
+        """Show all networks all images."""
+        loop = Progress("accuracy", silent=self.quiet)
+        try:
+            self.outputs = evaluate(self.models, batches, original=BASE, progress=loop)
+        except ValueError:
+            if not loop.interrupted:  # Otherwise not one batch was done.
+                raise
+        if loop.interrupted:
+            raise KeyboardInterrupt
+
+    def measure_bottleneck(self, batches: Iterable[Any], *, beta: float = BETA) -> None:
+        """Information bottleneck, block by block."""
+        loop = Progress("information bottleneck", silent=self.quiet)
+        classes = num_classes_of(self.models[BASE])
+        self.sites = measure_bottleneck(self.models, batches, classes, beta=beta, progress=loop)
+        if loop.interrupted:
+            raise KeyboardInterrupt
+
+    @torch.no_grad()
+    def measure_tokens(self, images: Tensor) -> None:
+        """Count the tokens after each block, also where nothing merges."""
+        for name, model in self.models.items():
+            with watchable(model) as watched:
+                self.tokens[name] = tokens_by_block(watched, images)
+
+    def measure_time(
+        self,
+        name: str,
+        batch_sizes: Sequence[int],
+        images: Callable[[int], Tensor],
+        modes: Sequence[str] = ("eager",),
+    ) -> None:
+        """Time all networks in all modes, in interleaved rounds; `images` gives a batch by size.
+
+        `name` is what the rows call the network.
+        """
+        base = self.models[BASE]
+        device = str(next(base.parameters()).device)
+        candidates = [Candidate(method=method, model=m) for method, m in self.models.items()]
+        for batch_size in batch_sizes:
+            conditions = Conditions(
+                model=name, image_size=image_size_of(base), batch_size=batch_size, device=device
+            )
+            batch = images(batch_size)
+            self.timings += measure_latency(candidates, conditions, modes, images=batch)
+
+    def difference(self, method: str, other: str) -> PairedDifference:
+        """Accuracy of one network less that of another, image by image."""
+        return paired_interval(self.outputs[method].correct, self.outputs[other].correct)
+
+    def rows(
+        self, sample: Callable[[], Tensor], notes: Mapping[str, str] | None = None
+    ) -> tuple[Measurement, ...]:
+        """All that is known of each network; `sample` gives images to count multiply-adds on."""
+        sample = cache(sample)
+        base_gmacs = mean_gmacs(self.models[BASE], sample)
+        return tuple(
+            self._row(name, base_gmacs, sample, (notes or {}).get(name, "")) for name in self.models
+        )
+
+    def _row(
+        self, name: str, base_gmacs: float, sample: Callable[[], Tensor], note: str
+    ) -> Measurement:
+        model, outputs = self.models[name], self.outputs.get(name)
+        gmacs = mean_gmacs(model, sample)
+        return Measurement(
+            method=name,
+            parameters=num_parameters(model),
+            gmacs=gmacs,
+            share=gmacs / base_gmacs,
+            accuracy=None if outputs is None else summarise(outputs),
+            against_base=None if outputs is None or name == BASE else self.difference(name, BASE),
+            timings=tuple(timing for timing in self.timings if timing.method == name),
+            tokens=self.tokens.get(name, {}),
+            bottleneck=tuple(site for site in self.sites if site.model == name),
+            note=note,
+        )
+
+
+def varies(model: nn.Module) -> bool:
+    """Whether every image keeps a number of tokens of its own."""
+    return any(merger.own_counts for _, merger in mergers(model))
+
+
+def mean_gmacs(model: nn.Module, sample: Callable[[], Tensor]) -> float:
+    """Billions of multiply-adds an image as they happen; what rests is not counted.
+
+    Nothing runs, unless every image keeps a number of tokens of its own: then it is a mean over
+    the sample.
+    """
+    if varies(model):
+        return measured_gmacs(model, sample())
+    shadow = meta_copy(model)
+    return count_macs(shadow, meta_images(shadow, image_size_of(model))) / 1e9
+
+
+@torch.no_grad()
+def tokens_by_block(model: nn.Module, images: Tensor) -> dict[int, float]:
+    """Tokens that leave each block of a converted model on average, prefix tokens excluded."""
+    prefix = max((site.num_prefix for site in conversion_of(model).sites), default=0)
+    with evaluating(model), watching(model) as records:
+        model(images.to(next(model.parameters()).device))
+    counts: dict[int, float] = {}
+    for record in records:
+        counts[record.block] = float(record.merged.shape[1] - prefix)
+        if record.size is not None:
+            counts[record.block] = float((record.size[:, prefix:] > 0).sum(1).float().mean())
+    return counts
