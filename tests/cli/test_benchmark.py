@@ -12,8 +12,12 @@ import torch
 import ltm
 from ltm.cli import main
 from ltm.evaluation import benchmark, latency
-from ltm.evaluation.benchmark import _few_threads, _Run  # pyright: ignore[reportPrivateUsage]
-from ltm.evaluation.candidates import Candidates, merging_candidate
+from ltm.evaluation.benchmark import (  # pyright: ignore[reportPrivateUsage]
+    _Candidates,
+    _few_threads,
+    _merging_candidate,
+    _Run,
+)
 from ltm.evaluation.timing import TimingLock
 from ltm.models import ModelSource
 
@@ -198,9 +202,9 @@ def test_networks_are_made_while_nobody_is_timed(monkeypatch: pytest.MonkeyPatch
 
     for name in ("preparing", "timing"):
         monkeypatch.setattr(TimingLock, name, staged(name))
-    monkeypatch.setattr(benchmark, "Candidates", noted("placed", Candidates))
-    converted = noted("converted", merging_candidate)
-    monkeypatch.setattr("ltm.evaluation.candidates.merging_candidate", converted)
+    monkeypatch.setattr(benchmark, "_Candidates", noted("placed", _Candidates))
+    converted = noted("converted", _merging_candidate)
+    monkeypatch.setattr(benchmark, "_merging_candidate", converted)
     monkeypatch.setattr(latency, "interleaved", noted("timed", latency.interleaved))
     options = ["--methods", "ltm", "--ratio", "0.85", "--batch-sizes", "1"]
     assert main(["benchmark", *QUICK, *options]) == 0

@@ -26,6 +26,19 @@ def test_networks_are_timed_against_themselves(tmp_path: Path) -> None:
     assert "### vit_" in (tmp_path / "table.md").read_text()
 
 
+def test_methods_are_values_or_words() -> None:
+    given = [ltm.ToMe(ratio=0.8), "tofu", ltm.LTM(ratio=0.9, weights="uniform"), ltm.ToMe()]
+    result = ltm.benchmark(small_vit(), given, batch_sizes=1, rounds=1, warmup=0, ratio=0.8)
+    assert [(row.method, row.ratio) for row in result.rows] == [
+        ("base", None),
+        ("tome", 0.8),
+        ("tofu", 0.8),
+        ("ltm:ratio=0.9,weights=uniform", 0.9),
+        ("tome:ratio=0.7", 0.7),
+    ]
+    assert len(ltm.benchmark(small_vit(), ltm.ToMe(), batch_sizes=1, rounds=1).rows) == 2
+
+
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="modes: warp is not known; choose from eager"):
         ltm.benchmark(small_vit(), modes="warp")

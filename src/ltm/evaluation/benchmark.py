@@ -7,19 +7,28 @@ interleaved comparison (`latency`). Rows are written as they come (`records`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ltm.evaluation.candidates import PUBLISHED_TOME, Candidates, check_methods, config_of
+from ltm.api import (
+    conversion_of,
+    fit_,
+    freeze_,
+    image_size_of,
+    is_merging,
+    merging_copy,
+    token_counts,
+    unmerged_copy,
+)
 from ltm.evaluation.environment import describe
-from ltm.evaluation.images import open_images
+from ltm.evaluation.images import load_batches, open_images, repeated_images
 from ltm.evaluation.latency import (
     BASE,
     DTYPES,
@@ -28,12 +37,16 @@ from ltm.evaluation.latency import (
     Timing,
     did_not_run,
     measure_latency,
+    noise,
 )
+from ltm.evaluation.measurement import mean_gmacs, varies
 from ltm.evaluation.modes import MODES
 from ltm.evaluation.records import TimingFile, name_with_ratio
+from ltm.evaluation.reference_tome import ReferenceToMe
 from ltm.evaluation.settings import BenchmarkSettings
 from ltm.evaluation.timing import TimingLock
 from ltm.files import check_folder
+from ltm.methods import MethodConfig
 from ltm.models import (
     ModelSource,
     Network,
@@ -41,17 +54,34 @@ from ltm.models import (
     SizeError,
     changed,
     check_name,
+    method_config,
     name_of,
+    num_classes_of,
     open_model,
     refuse_given,
+    require_method,
     silent,
     split_methods,
 )
 from ltm.processes import local_device
 
+Method = str | MethodConfig
+"""A method by words, such as `ltm:ratio=0.5`, or as a value, such as `ltm.LTM(ratio=0.5)`."""
+
+_PUBLISHED_TOME = "tome-reference"
+"""ToMe's published algorithm in plain torch, on plain ViTs: in benchmarks only."""
+
+_SAVED = "saved"
+"""The method's name of a network that merges already."""
+
 _METHODS = ("tome", "ltm")
 _RATIO = 0.7
 _GPU_THREADS = 2
+_SAMPLE, _COUNTED = 16, 8
+"""Images that methods are fitted on, and images on which multiply-adds are counted."""
+_BATCHES = 4
+"""Batches that one call goes through, end to end."""
+_VARYING = "fitted on the timed images; batches padded to the longest image, masked when compiled"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -77,7 +107,7 @@ class BenchmarkResult:
 
 def benchmark(
     models: Network | Sequence[Network],
-    methods: str | Sequence[str] | None = None,
+    methods: Method | Sequence[Method] | None = None,
     settings: BenchmarkSettings = BenchmarkSettings(),
     *,
     folder: Path | str | None = None,
@@ -91,8 +121,8 @@ def benchmark(
     Args:
         models: networks, saved folders, `ModelSource`s, or timm names, which mean untrained
             networks. One that merges already is compared with itself without merging.
-        methods: such as `"tome,ltm:ratio=0.5"` or `("tome", "ltm-static")`; by default
-            tome and ltm.
+        methods: words such as `"tome,ltm:ratio=0.5"`, values such as `ltm.ToMe(ratio=0.5)`, or
+            several of them; by default tome and ltm.
         settings: what is timed, and how.
         folder: for metrics.json and table.md, written after every comparison.
         resume: add to the results in the folder, without those that it holds already.
@@ -114,9 +144,7 @@ def benchmark(
         raise ValueError("models: there is none; give at least one")
     if all(isinstance(source, ModelSource) and source.run is not None for source in sources):
         refuse_given({"methods": methods, "ratio": settings.ratio}, "a saved run")
-    texts = _METHODS if methods is None else ((methods,) if isinstance(methods, str) else methods)
-    wanted = split_methods(texts, PUBLISHED_TOME)
-    check_methods(wanted, _ratio(settings))
+    wanted = _configs(_METHODS if methods is None else methods, _ratio(settings))
     device = local_device(settings.device)
     images = None if settings.data is None else open_images(settings.data, settings.split)
     run = _Run(settings, folder, device, keep=not overwrite, say=say)
@@ -128,6 +156,32 @@ def benchmark(
     return BenchmarkResult(rows=tuple(run.rows), file=run.file)
 
 
+def _configs(given: Method | Sequence[Method], ratio: float) -> dict[str, MethodConfig]:
+    """The methods by what rows call them; the published ToMe has the settings of ours."""
+    given = [given] if isinstance(given, str | MethodConfig) else given
+    found: dict[str, MethodConfig] = {}
+    for is_text, group in groupby(given, lambda method: isinstance(method, str)):
+        if not is_text:
+            found |= {_words(value, ratio): value for value in cast("Iterator[Any]", group)}
+            continue
+        for text in split_methods(cast("Iterator[str]", group), _PUBLISHED_TOME):
+            require_method(text, _PUBLISHED_TOME)
+            ours = text.replace(_PUBLISHED_TOME, _PUBLISHED_TOME.removesuffix("-reference"), 1)
+            found[text] = method_config(ours, ratio)
+    return found
+
+
+def _words(config: MethodConfig, ratio: float) -> str:
+    """A method as commands write it: its name, and what differs from its defaults at the ratio."""
+    usual = type(config)(ratio=ratio).to_settings()
+    words = [
+        f"{name}={'+'.join(map(str, value)) if isinstance(value, tuple | list) else value}"
+        for name, value in config.to_settings().items()
+        if value is not None and value != usual.get(name)
+    ]
+    return f"{config.name}:{','.join(words)}" if words else config.name
+
+
 def _source(model: Network) -> nn.Module | ModelSource:
     """A network, or where it will be loaded from when its turn comes."""
     if isinstance(model, str | Path):
@@ -136,6 +190,95 @@ def _source(model: Network) -> nn.Module | ModelSource:
     if isinstance(model, ModelSource) and model.run is None and model.model is not None:
         check_name(model.model)
     return model
+
+
+class _Candidates:
+    """One network's candidates, each made when it is first needed.
+
+    A network that merges already is compared with itself without merging. `images` is the data
+    set of the settings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        methods: Mapping[str, MethodConfig],
+        settings: BenchmarkSettings,
+        images: Any = None,
+    ) -> None:
+        self.model, self.methods, self.settings, self.images = model, methods, settings, images
+        self.saved = is_merging(model)
+        self.names = [_SAVED] if self.saved else list(methods)
+        self.image_size = image_size_of(model)
+        self._made: dict[tuple[str, bool], Candidate] = {}
+
+    def candidate(self, method: str, *, training: bool) -> Candidate:
+        """A candidate; a ValueError says why it cannot be made."""
+        key = method, training
+        if key not in self._made:
+            self._made[key] = self._make(method, training)
+        return self._made[key]
+
+    def _make(self, method: str, training: bool) -> Candidate:
+        images = self.batch(_SAMPLE).to(next(self.model.parameters()).device)
+        if method not in (BASE, _SAVED):
+            config = self.methods[method]
+            return _merging_candidate(self.model, method, config, images, training=training)
+        model = unmerged_copy(self.model) if self.saved and method == BASE else self.model
+        cost = mean_gmacs(model, lambda: images[:_COUNTED])
+        return Candidate(method=method, model=model, gmacs=cost)
+
+    def batch(self, batch_size: int) -> Tensor:
+        """Images to run on: real ones, repeated where there are too few, or noise."""
+        if self.images is None:
+            return noise(self.model, batch_size, self.image_size)
+        return repeated_images(self.images, str(self.settings.data), self.model, batch_size)
+
+    def loader(self, batch_size: int) -> Any:
+        """A few full batches of the data set, as often as asked for."""
+        number, source = len(self.images), str(self.settings.data)
+        whole = min(_BATCHES, number // batch_size) * batch_size
+        if whole == 0:
+            raise ValueError(f"{source} has {number} images, fewer than {batch_size}")
+        few, workers = self.images.take(whole), self.settings.workers
+        return load_batches(
+            few, source, self.model, batch_size=batch_size, workers=workers, labelled=False
+        )
+
+
+def _merging_candidate(
+    model: nn.Module, method: str, config: MethodConfig, images: Tensor, *, training: bool = False
+) -> Candidate:
+    """A copy of the untouched `model`, merging as a method does: as deployed, or as trained.
+
+    It is fitted on `images`: informative weights get class statistics of random labels, so that
+    they cost what they do after training; a ratio that holds as a mean holds on these images.
+    """
+    if method.partition(":")[0] == _PUBLISHED_TOME:
+        return _published_tome(model, config, images)
+    model = merging_copy(model, config, (images.shape[-2], images.shape[-1]))
+    labels = torch.arange(len(images)) % num_classes_of(model)
+    fit_(model, [(images, labels)], tolerance=0.02)
+    cost = mean_gmacs(model, lambda: images[:_COUNTED])
+    if not training:
+        freeze_(model)
+    note = _VARYING if varies(model) else ""
+    return Candidate(method=method, model=model, ratio=config.ratio, gmacs=cost, note=note)
+
+
+def _published_tome(model: nn.Module, config: MethodConfig, images: Tensor) -> Candidate:
+    """As many tokens leave in each block as with our ToMe at the same ratio."""
+    ours = merging_copy(model, config)
+    counts = [conversion_of(ours).sites[0].num_in, *token_counts(ours)]
+    pairs = pairwise(count for count in counts if isinstance(count, int))
+    published = ReferenceToMe(unmerged_copy(model), [before - after for before, after in pairs])
+    return Candidate(
+        method=_PUBLISHED_TOME,
+        model=published,
+        ratio=config.ratio,
+        gmacs=mean_gmacs(published, lambda: images),
+        note="published algorithm in plain torch, fused attention",
+    )
 
 
 class _Run:
@@ -184,7 +327,7 @@ class _Run:
     def time_network(
         self,
         source: nn.Module | ModelSource,
-        methods: Sequence[str],
+        methods: Mapping[str, MethodConfig],
         images: Any,
         *,
         alone: bool,
@@ -203,7 +346,7 @@ class _Run:
             return
         with self.lock.preparing():
             model = open_model(loaded, self.device)
-            candidates = Candidates(model, methods, _ratio(self.settings), self.settings, images)
+            candidates = _Candidates(model, methods, self.settings, images)
         for conditions in self._conditions(name, candidates.image_size):
             if self.is_late():
                 minutes = self.settings.minutes
@@ -211,17 +354,17 @@ class _Run:
                 return
             self.compare(candidates, conditions)
 
-    def compare(self, candidates: Candidates, conditions: Conditions) -> None:
+    def compare(self, candidates: _Candidates, conditions: Conditions) -> None:
         """Time whatever is not in the file yet, together with the base."""
         modes, training = self.settings.modes, conditions.scope == "training"
         rows: list[Timing] = []
         with self.lock.preparing():
             ready = [candidates.candidate(BASE, training=training)]
-            for method in candidates.methods:
+            for method in candidates.names:
                 try:
                     candidate = candidates.candidate(method, training=training)
                 except ValueError as error:
-                    ratio = config_of(method, candidates.ratio).ratio
+                    ratio = candidates.methods[method].ratio
                     rows += did_not_run(method, ratio, conditions, modes, str(error))
                     continue
                 if not self._is_known(candidate, conditions):
