@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import ltm
 from ltm.api import fit_, measure_share, mergers
 from ltm.calibration import CalibrateResult, CalibrateSettings, Calibration
-from ltm.evaluation import environment
+from ltm.evaluation import records
 from ltm.evaluation.accuracy import Outputs, evaluate, paired_interval, summarise
 from ltm.evaluation.images import load_batches, open_images
 from ltm.files import write_text
@@ -347,7 +347,7 @@ def main() -> None:
         "command": " ".join(
             ["python", "-m", "reproduction.benchmarks.calibration_imagenet", *sys.argv[1:]]
         ),
-        "environment": dataclasses.asdict(environment.describe(bench.device)),
+        "environment": dataclasses.asdict(records.describe(bench.device)),
     }
     setting = {
         "device": about["environment"]["device"],

@@ -17,7 +17,7 @@ from ltm.data.config import AugmentConfig, DataConfig
 from ltm.data.datasets import open_dataset
 from ltm.data.loading import evaluation_loader
 from ltm.evaluation.accuracy import evaluate, summarise
-from ltm.evaluation.environment import describe
+from ltm.evaluation.records import describe
 from ltm.training.recipes import small_network
 from ltm.training.run import train
 from ltm.web.networks import CLASSES, EMBEDDED, SIDE, embedded_network, weights_path

@@ -22,8 +22,8 @@ from ltm.data.transforms import ImageSpec, evaluation_transform
 from ltm.deployment.export import compare
 from ltm.deployment.formats import deployable, save_onnx, trace
 from ltm.deployment.information import describe
+from ltm.evaluation.latency import interleaved, speedup, spread
 from ltm.evaluation.modes import OnnxModel
-from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.models import ModelSource, method_config
 from reproduction.benchmarks.recording import parser, write_page
 

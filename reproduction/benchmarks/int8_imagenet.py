@@ -26,8 +26,8 @@ from ltm.deployment.formats import deployable, save_onnx, trace
 from ltm.deployment.information import describe
 from ltm.deployment.int8 import RECIPES, quantise_onnx
 from ltm.evaluation.accuracy import paired_interval
+from ltm.evaluation.latency import interleaved, speedup, spread
 from ltm.evaluation.modes import OnnxModel
-from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.models import ModelSource, check_classes, method_config
 from reproduction.benchmarks.recording import parser, write_page
 

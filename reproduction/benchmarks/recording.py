@@ -14,7 +14,7 @@ from typing import Any
 import timm
 import torch
 
-from ltm.evaluation.environment import describe
+from ltm.evaluation.records import describe
 from ltm.files import write_text
 
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from ltm.api import freeze_, is_merging
 from ltm.evaluation.bottleneck import measure_bottleneck
-from ltm.evaluation.latency import DTYPES
+from ltm.evaluation.latency import DTYPES, interleaved
 from ltm.evaluation.modes import MODES, Runner, use_fast_paths_
-from ltm.evaluation.timing import interleaved
 from ltm.files import write_bytes
 from ltm.report.pictures import (
     Scenes,

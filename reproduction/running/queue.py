@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from filelock import Timeout
 
-from ltm.evaluation.environment import describe
+from ltm.evaluation.records import describe
 from reproduction.jobs import Job, Race, identity, in_order, resolved
 from reproduction.running.context import Context, perform
 

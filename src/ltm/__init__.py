@@ -21,8 +21,10 @@ if TYPE_CHECKING:
         token_counts as token_counts,
         unmerge_tokens_ as unmerge_tokens_,
     )
-    from ltm.calibration.calibration import calibrate as calibrate
-    from ltm.calibration.schedules import CalibrateResult as CalibrateResult
+    from ltm.calibration.calibration import (
+        CalibrateResult as CalibrateResult,
+        calibrate as calibrate,
+    )
     from ltm.calibration.settings import CalibrateSettings as CalibrateSettings
     from ltm.compression.compress import CompressResult as CompressResult, compress as compress
     from ltm.compression.settings import CompressSettings as CompressSettings
@@ -82,8 +84,7 @@ _HOMES = {
         "token_counts",
         "unmerge_tokens_",
     ),
-    "ltm.calibration.calibration": ("calibrate",),
-    "ltm.calibration.schedules": ("CalibrateResult",),
+    "ltm.calibration.calibration": ("CalibrateResult", "calibrate"),
     "ltm.calibration.settings": ("CalibrateSettings",),
     "ltm.compression.compress": ("CompressResult", "compress"),
     "ltm.compression.settings": ("CompressSettings",),

@@ -12,7 +12,7 @@ from ltm.adapters import select_adapter
 from ltm.adapters.planning import Planner
 from ltm.calibration import CalibrateSettings, Calibration, Trial, calibrate
 from ltm.calibration.calibration import within_milliseconds
-from ltm.calibration.schedules import Setting, config_of
+from ltm.calibration.search import Setting, config_of
 from ltm.calibration.sequences import token_levels
 from ltm.methods.ltm.matched import Choice
 from toys import pictures, size_of, toy

@@ -18,7 +18,7 @@ from ltm.evaluation.benchmark import (  # pyright: ignore[reportPrivateUsage]
     _merging_candidate,
     _Run,
 )
-from ltm.evaluation.timing import TimingLock
+from ltm.evaluation.latency import TimingLock
 from ltm.models import ModelSource
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,9 @@ import ltm
 from evaluation_worker import small_vit
 from ltm.core.cost import measured_gmacs
 from ltm.evaluation import modes
-from ltm.evaluation.environment import describe
 from ltm.evaluation.latency import BASE, Candidate, Conditions, Timing, did_not_run, measure_latency
 from ltm.evaluation.modes import TrainingStep, fuse_attention_
-from ltm.evaluation.records import TimingFile
+from ltm.evaluation.records import TimingFile, describe
 from ltm.methods import MethodConfig
 
 pytestmark = pytest.mark.slow

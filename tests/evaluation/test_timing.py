@@ -7,8 +7,8 @@ from itertools import pairwise, permutations
 import pytest
 import torch
 
-from ltm.evaluation import timing
-from ltm.evaluation.timing import Estimate, interleaved, speedup, spread, verdict
+from ltm.evaluation import latency
+from ltm.evaluation.latency import Estimate, interleaved, speedup, spread, verdict
 
 CPU = torch.device("cpu")
 
@@ -43,18 +43,18 @@ def test_short_calls_are_repeated_within_a_turn(monkeypatch: pytest.MonkeyPatch)
         repeated.append(repeats)
         return 0.004
 
-    monkeypatch.setattr(timing, "time_call", clock)
+    monkeypatch.setattr(latency, "time_call", clock)
     interleaved({"a": lambda: None}, CPU, rounds=2, least_seconds=0.02)
     assert repeated == [1, 5, 5]
 
 
 def test_seconds_are_per_call() -> None:
     def call() -> None:
-        end = timing.time.perf_counter() + 0.002
-        while timing.time.perf_counter() < end:
+        end = latency.time.perf_counter() + 0.002
+        while latency.time.perf_counter() < end:
             pass
 
-    assert timing.time_call(call, CPU, repeats=5) >= 0.002
+    assert latency.time_call(call, CPU, repeats=5) >= 0.002
 
 
 def test_drift_of_the_machine_cancels_within_rounds() -> None:

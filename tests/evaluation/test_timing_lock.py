@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 import pytest
 
-from ltm.evaluation.timing import TimingLock
+from ltm.evaluation.latency import TimingLock
 
 Stage = Callable[[TimingLock], AbstractContextManager[None]]
 

@@ -9,9 +9,9 @@ from ltm.data.shapes import example_pictures
 from ltm.data.transforms import ImageSpec
 from ltm.evaluation.accuracy import Accuracy, PairedDifference
 from ltm.evaluation.bottleneck import SiteBottleneck
-from ltm.evaluation.environment import describe
 from ltm.evaluation.latency import Timing
 from ltm.evaluation.measurement import Measurement
+from ltm.evaluation.records import describe
 from ltm.report.comparison import BlockChange, Comparison
 from ltm.report.pictures import Scenes, prepare
 

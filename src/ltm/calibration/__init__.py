@@ -6,13 +6,17 @@ from ltm.calibration.settings import CalibrateSettings as CalibrateSettings, Set
 from ltm.extras import lazy_names
 
 if TYPE_CHECKING:
-    from ltm.calibration.calibration import Calibration as Calibration, calibrate as calibrate
-    from ltm.calibration.schedules import CalibrateResult as CalibrateResult, Trial as Trial
+    from ltm.calibration.calibration import (
+        CalibrateResult as CalibrateResult,
+        Calibration as Calibration,
+        calibrate as calibrate,
+    )
+    from ltm.calibration.search import Trial as Trial
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "ltm.calibration.calibration": ("Calibration", "calibrate"),
-        "ltm.calibration.schedules": ("CalibrateResult", "Trial"),
+        "ltm.calibration.calibration": ("CalibrateResult", "Calibration", "calibrate"),
+        "ltm.calibration.search": ("Trial",),
     },
 )

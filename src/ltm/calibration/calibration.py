@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,16 +21,27 @@ from ltm.api import (
     image_size_of,
     is_merging,
     merging_copy,
+    save,
     unmerged_copy,
 )
 from ltm.calibration.grids import GridSpace
-from ltm.calibration.schedules import CalibrateResult, CountedCost, Schedule, Trial, config_of
-from ltm.calibration.search import Progress, Search, Space, Trials
+from ltm.calibration.search import (
+    CountedCost,
+    Progress,
+    Schedule,
+    Search,
+    Space,
+    Trial,
+    Trials,
+    config_of,
+)
 from ltm.calibration.sequences import SequenceCost, SequenceSpace
 from ltm.calibration.settings import MIN_IMAGES, CalibrateSettings, check_images
 from ltm.evaluation.images import load_batches, open_images
+from ltm.evaluation.latency import interleaved
 from ltm.evaluation.modes import MODES
-from ltm.evaluation.timing import interleaved
+from ltm.evaluation.records import describe
+from ltm.files import write_metrics
 from ltm.methods import DEFAULT, MethodConfig, methods
 from ltm.models import Network, Say, changed, method_config, open_model, require_least, silent
 from ltm.processes import local_device
@@ -41,6 +53,78 @@ _HALVINGS = 5
 _CORRECTIONS = 4
 _CLOSE = 0.97
 """A time of this share of the budget uses it up."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CalibrateResult:
+    """The schedule that stays closest to the original within the budget. Print it."""
+
+    config: MethodConfig
+    """Give it to `merge_tokens_`, save it, use it on other copies of the network."""
+    divergence: float
+    """Mean divergence from the original's outputs: KL in nats, or one less cosine of features."""
+    uncalibrated: float | None
+    """The same of the method's own schedule at that ratio, which knows no images."""
+    measure: str
+    share: float
+    budget: float
+    """The share that was allowed; measured milliseconds translate to one."""
+    num_images: int
+    history: tuple[Trial, ...]
+    interrupted: bool = False
+    milliseconds: float | None = None
+    """Per batch, where the budget was a time."""
+    model: nn.Module | None = field(default=None, compare=False)
+    """The network, without any merging."""
+    image_size: tuple[int, int] | None = None
+    data: str = ""
+    """Where the images are from."""
+
+    def __repr__(self) -> str:
+        sites = zip(self.config.sites or (), self.config.counts or (), strict=True)
+        before = "" if self.uncalibrated is None else f" (uncalibrated {self.uncalibrated:.4f})"
+        time = "" if self.milliseconds is None else f", {self.milliseconds:.2f} ms a batch"
+        headline = (
+            f"{self.share:.3f} of the multiply-adds{time}: {self.measure} {self.divergence:.4f}"
+            f"{before} on {self.num_images} images, {len(self.history)} trials"
+        )
+        lines = [f"  block {block:>2}: {self._tokens(block, count)}" for block, count in sites]
+        return "\n".join([headline, *lines])
+
+    def _tokens(self, block: int, count: Any) -> str:
+        if isinstance(count, tuple):
+            return f"{count[0]} x {count[1]} tokens"
+        choice = self.config.choice_at(block)
+        return f"{count} tokens" if choice is None else f"{count} tokens, {choice}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the history."""
+        values = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name not in ("config", "history", "model", "image_size", "data")
+        }
+        return {**values, "num_trials": len(self.history), "config": self.config.to_dict()}
+
+    def save(self, folder: str | Path, **about: object) -> Path:
+        """Write the network that merges as found, for `ltm.load` and --run, and metrics.json.
+
+        `about` is added to the metrics.
+        """
+        if self.model is None:
+            raise ValueError("model: this result has no network; merge_tokens_ takes its config")
+        device = next(self.model.parameters()).device
+        network = merging_copy(self.model, self.config, self.image_size).cpu()
+        folder = save(network, folder)
+        metrics = {
+            "data": self.data,
+            **about,
+            **self.to_dict(),
+            "environment": asdict(describe(device)),
+            "history": [asdict(trial) for trial in self.history],
+        }
+        write_metrics(folder, metrics)
+        return folder
 
 
 def calibrate(

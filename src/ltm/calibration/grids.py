@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ltm.calibration.schedules import Schedule, Setting
-from ltm.calibration.search import Search, Space
+from ltm.calibration.search import Schedule, Search, Setting, Space
 from ltm.core.schedule import Grid, halve
 
 _HOPELESS = 2.0

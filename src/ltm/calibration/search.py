@@ -11,9 +11,10 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,76 @@ from torch import Tensor, cat, nn
 from ltm.adapters.base import Adapter
 from ltm.adapters.blocks import TokenState
 from ltm.adapters.planning import Planner
-from ltm.calibration.schedules import Cost, Phase, Schedule, Setting, Trial, config_of, counts_of
-from ltm.methods import MethodConfig
+from ltm.methods.base import Count, MethodConfig
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One site of a schedule."""
+
+    block: int
+    count: Count
+    """Tokens left, prefix excluded; (height, width) on grids."""
+    choice: Hashable = None
+    """One of the method's `choices`; None on grids, and where there is none to make."""
+
+
+Schedule = tuple[Setting, ...]
+"""The sites of a network in the order of their blocks; every one merges."""
+
+
+def counts_of(schedule: Schedule) -> dict[int, Count]:
+    """Tokens left after each site, by block."""
+    return {setting.block: setting.count for setting in schedule}
+
+
+def config_of(schedule: Schedule, base: MethodConfig) -> MethodConfig:
+    """The schedule as a plain config; everything else is as in `base`."""
+    if not schedule:
+        return base.scheduled(ratio=1.0)
+    return base.scheduled(
+        counts=tuple(setting.count for setting in schedule),
+        sites=tuple(setting.block for setting in schedule),
+        choices=tuple(setting.choice for setting in schedule),
+    )
+
+
+Cost = Callable[[Schedule], float]
+"""Multiply-adds of a schedule, as a share of the original's."""
+
+
+class CountedCost:
+    """The cost of a schedule, counted on `meta`, once."""
+
+    def __init__(self, planner: Planner, config: MethodConfig) -> None:
+        self._planner, self._config = planner, config
+        self._known: dict[Schedule, float] = {}
+
+    def __call__(self, schedule: Schedule) -> float:
+        if schedule not in self._known:
+            plan = self._planner.with_config(config_of(schedule, self._config)).plan()
+            self._known[schedule] = plan.macs_after / plan.macs_before
+        return self._known[schedule]
+
+
+Phase = Literal["sensitivity", "start", "refinement"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One schedule that was tried."""
+
+    phase: Phase
+    schedule: Schedule
+    share: float
+    """Of the original's multiply-adds, the mask modules included."""
+    divergence: float
+    """From the original's outputs, a mean over the images that were looked at."""
+    num_images: int
+    """A schedule that is clearly worse than the best is not tried on all of them."""
+    is_best: bool = False
+    """Whether it was the best so far."""
+
 
 Progress = Callable[[Trial], None]
 """Called after every trial."""

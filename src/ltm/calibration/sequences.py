@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from ltm.adapters.planning import Planner
-from ltm.calibration.schedules import CountedCost, Schedule, Setting
-from ltm.calibration.search import Search, Space
+from ltm.calibration.search import CountedCost, Schedule, Search, Setting, Space
 from ltm.methods.base import MethodConfig
 
 _TOLERANCE = 1e-9

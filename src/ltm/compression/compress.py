@@ -35,7 +35,6 @@ from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
 from ltm.evaluation.accuracy import PairedDifference
-from ltm.evaluation.environment import describe
 from ltm.evaluation.images import (
     Partition,
     expected_images,
@@ -46,7 +45,7 @@ from ltm.evaluation.images import (
 )
 from ltm.evaluation.latency import BASE
 from ltm.evaluation.measurement import Measurements
-from ltm.evaluation.records import text_table
+from ltm.evaluation.records import describe, text_table
 from ltm.files import write_metrics
 from ltm.methods import MethodConfig
 from ltm.models import (

@@ -30,12 +30,12 @@ from ltm.deployment.formats import (
 from ltm.deployment.information import ModelInformation, known_about
 from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
 from ltm.deployment.settings import BATCH_SIZES, TOLERANCE, ExportSettings, Format
-from ltm.evaluation import environment
+from ltm.evaluation import records
 from ltm.evaluation.accuracy import paired_interval
 from ltm.evaluation.images import part_images
+from ltm.evaluation.latency import interleaved, speedup, spread
 from ltm.evaluation.modes import OnnxModel
 from ltm.evaluation.records import text_table
-from ltm.evaluation.timing import interleaved, speedup, spread
 from ltm.files import write_metrics
 from ltm.models import (
     ModelSource,
@@ -128,7 +128,7 @@ class ExportResult:
             "parity_images": self.num_images,
             "files": [dataclasses.asdict(file) for file in self.files],
             "int8": [dataclasses.asdict(row) for row in self.int8],
-            "environment": dataclasses.asdict(environment.describe(torch.device("cpu"))),
+            "environment": dataclasses.asdict(records.describe(torch.device("cpu"))),
         }
 
     def save(self, folder: Path | None = None) -> None:

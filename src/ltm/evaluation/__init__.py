@@ -2,15 +2,13 @@
 
 | module | holds |
 |---|---|
+| `measurement` | networks measured side by side on the same images: one `Measurement` a network |
 | `evaluate` | `ltm.evaluate`: accuracy, cost and bottleneck, merged and untouched |
 | `benchmark` | `ltm.benchmark`: interleaved timing of networks and methods |
-| `accuracy`, `bottleneck` | the numbers of `ltm.evaluate` |
-| `latency` | networks timed against the untouched one |
-| `timing` | interleaved rounds, speed-ups with intervals, a lock between processes |
+| `accuracy`, `bottleneck` | the numbers of single passes over images |
+| `latency` | interleaved rounds, speed-ups with intervals; networks timed against the untouched one |
 | `modes` | ways to run a network: eager, compiled, CUDA graph, ONNX Runtime |
-| `candidates` | networks prepared for a benchmark |
-| `records` | timing rows on disk, and as tables |
-| `environment` | the machine and the versions of a measurement |
+| `records` | the machine of a measurement, timing rows on disk, and tables |
 | `images` | images for measurements, by the name of their source |
 | `reference_tome` | ToMe as published, a peer of benchmarks |
 """

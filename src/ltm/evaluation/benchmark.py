@@ -27,7 +27,6 @@ from ltm.api import (
     token_counts,
     unmerged_copy,
 )
-from ltm.evaluation.environment import describe
 from ltm.evaluation.images import load_batches, open_images, repeated_images
 from ltm.evaluation.latency import (
     BASE,
@@ -35,16 +34,16 @@ from ltm.evaluation.latency import (
     Candidate,
     Conditions,
     Timing,
+    TimingLock,
     did_not_run,
     measure_latency,
     noise,
 )
 from ltm.evaluation.measurement import mean_gmacs, varies
 from ltm.evaluation.modes import MODES
-from ltm.evaluation.records import TimingFile, name_with_ratio
+from ltm.evaluation.records import TimingFile, describe, name_with_ratio
 from ltm.evaluation.reference_tome import ReferenceToMe
 from ltm.evaluation.settings import BenchmarkSettings
-from ltm.evaluation.timing import TimingLock
 from ltm.files import check_folder
 from ltm.methods import MethodConfig
 from ltm.models import (

@@ -21,11 +21,10 @@ from ltm.api import (
 )
 from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.bottleneck import overall
-from ltm.evaluation.environment import describe
 from ltm.evaluation.images import load_batches, open_images, sample_images
 from ltm.evaluation.latency import BASE
 from ltm.evaluation.measurement import Measurement, Measurements
-from ltm.evaluation.records import text_table
+from ltm.evaluation.records import describe, text_table
 from ltm.evaluation.settings import EvaluateSettings
 from ltm.files import write_metrics
 from ltm.models import (

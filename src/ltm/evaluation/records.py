@@ -1,17 +1,86 @@
-"""Timing rows on disk: several runs in one JSON file, and the same rows as Markdown tables."""
+"""What is written down: the machine of a measurement, timing rows in a file, and tables.
+
+Several runs share one JSON file of timings, each with the machine and versions it ran on; without
+those a time means nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ltm.evaluation.environment import Environment
+import torch
+
 from ltm.evaluation.latency import BASE, Timing
 from ltm.files import locked, write_text
+
+_PACKAGES = ("ltm", "timm", "torchvision", "triton", "onnxruntime")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Hardware and versions."""
+
+    device: str
+    """Name of the accelerator, or of the processor."""
+    cpu: str
+    cores: int
+    threads: int
+    """Threads that torch uses."""
+    system: str
+    python: str
+    packages: dict[str, str]
+    cuda: str | None
+    cudnn: str | None
+    float32_products: str
+    """torch's precision of float32 matrix products: "highest" is no TF32."""
+
+
+def describe(device: torch.device) -> Environment:
+    """Describe this machine as far as a measurement depends on it."""
+    cpu = _processor()
+    on_cuda = device.type == "cuda"
+    cudnn = torch.backends.cudnn.version() if on_cuda else None
+    return Environment(
+        device=torch.cuda.get_device_name(device) if on_cuda else cpu,
+        cpu=cpu,
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        packages={
+            "torch": torch.__version__,  # with its build, which its metadata leaves out
+            **{name: found for name in _PACKAGES if (found := _version(name))},
+        },
+        cuda=torch.version.cuda if on_cuda else None,
+        cudnn=None if cudnn is None else str(cudnn),
+        float32_products=torch.get_float32_matmul_precision(),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    known = Path("/proc/cpuinfo")
+    if known.is_file():
+        for line in known.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
 
 _IDENTITY = ("model", "method", "ratio", "image_size", "batch_size", "dtype", "mode", "scope")
 
@@ -138,11 +207,11 @@ def _describe_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What runs were measured on: one line for each environment."""
     alike: dict[str, list[int]] = {}
     for run in runs:
-        alike.setdefault(_describe(run["environment"]), []).append(run["run"])
+        alike.setdefault(_on_what(run["environment"]), []).append(run["run"])
     return [f"- {_numbered(numbers)}: {environment}" for environment, numbers in alike.items()]
 
 
-def _describe(environment: Mapping[str, Any]) -> str:
+def _on_what(environment: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {found}" for name, found in environment["packages"].items())
     cuda = f", CUDA {environment['cuda']}" if environment["cuda"] else ""
     return (

@@ -15,7 +15,7 @@ from ltm.adapters.base import Layout
 from ltm.api import conversion_of
 from ltm.core.cost import meta_copy, meta_images
 from ltm.core.schedule import Grid
-from ltm.evaluation.timing import interleaved, speedup, spread, verdict
+from ltm.evaluation.latency import interleaved, speedup, spread, verdict
 from ltm.report.pictures import Pixels, prepare
 from ltm.report.tracing import SiteMap, at_block, trace
 from ltm.web.networks import Network
