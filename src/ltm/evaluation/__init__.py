@@ -6,7 +6,7 @@
 | `evaluate` | `ltm.evaluate`: accuracy, cost and bottleneck, merged and untouched |
 | `benchmark` | `ltm.benchmark`: interleaved timing of networks and methods |
 | `accuracy`, `bottleneck` | the numbers of single passes over images |
-| `latency` | interleaved rounds, speed-ups with intervals; networks timed against the untouched one |
+| `latency` | interleaved rounds, speed-ups with intervals; networks timed side by side |
 | `modes` | ways to run a network: eager, compiled, CUDA graph, ONNX Runtime |
 | `records` | the machine of a measurement, timing rows on disk, and tables |
 | `images` | images for measurements, by the name of their source |
