@@ -10,12 +10,8 @@ from PIL import Image
 
 from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset, open_splits
-from ltm.data.images import (
-    ImageDataset,
-    UnreadableImagesError,
-    UnreadableImageWarning,
-    decode,
-)
+from ltm.data.decoding import decode
+from ltm.data.images import ImageDataset, UnreadableImagesError, UnreadableImageWarning
 from ltm.data.shapes import ShapesClassification
 from ltm.data.shards import ShardImages
 
@@ -174,7 +170,7 @@ def test_every_mode_becomes_rgb(tmp_path, mode):
 def test_palettes_with_transparency_do_not_warn():
     buffer = io.BytesIO()
     Image.new("P", (4, 4)).save(buffer, "PNG", transparency=bytes([0, 255]))
-    assert decode(buffer.getvalue()).mode == "RGB"
+    assert decode(buffer.getvalue(), "a.png").mode == "RGB"
 
 
 def test_unreadable_images_are_replaced_by_the_next(numbered):
@@ -289,7 +285,13 @@ class _Rows:
     def __getitem__(self, key):
         if key == "kind":
             return [0, 1, 1]
-        return {"picture": Image.new("L", (4, 4), int(key)), "kind": 0}
+        buffer = io.BytesIO()
+        Image.new("L", (4, 4), int(key)).save(buffer, "PNG")
+        return {"picture": {"bytes": buffer.getvalue(), "path": None}, "kind": 0}
+
+    def cast_column(self, column, feature):
+        assert (column, feature) == ("picture", "undecoded")
+        return self
 
 
 def test_hugging_face_where_it_is_installed(monkeypatch):
@@ -303,6 +305,7 @@ def test_hugging_face_where_it_is_installed(monkeypatch):
     vars(module).update(
         load_dataset=load_dataset,
         get_dataset_split_names=lambda name, config: ["train", "validation"],
+        Image=lambda decode: "decoded" if decode else "undecoded",
     )
     monkeypatch.setitem(sys.modules, "datasets", module)
     dataset = open_dataset("hf:pets:small", split="val")

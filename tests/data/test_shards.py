@@ -177,10 +177,9 @@ def test_a_shard_that_is_cut_off_is_refused_before_it_is_read(numbered):
         opened(numbered[:1])
 
 
-def test_images_of_absurd_size_are_refused(numbered, monkeypatch):
-    monkeypatch.setattr("ltm.data.shards._MOST_IMAGE_BYTES", 8)
-    with pytest.raises(ValueError, match=r"000.png has \d+ bytes, but must have at most 8"):
-        opened(numbered)
+def test_images_of_absurd_size_are_refused(numbered):
+    with pytest.raises(ValueError, match=r"000.png has \d+ bytes, but most_bytes is 8; if"):
+        open_dataset(f"{numbered[0]}?most_bytes=8")
 
 
 def test_names_that_come_twice_are_refused(tmp_path):

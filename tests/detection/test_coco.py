@@ -274,7 +274,7 @@ def test_coco_archive(real_data):
     [
         ("\x7f", "is malformed: compressed run lengths contain"),
         ("0P", "is malformed: compressed run lengths end in the middle of a number"),
-        ("é", "has counts that do not fill"),
+        ("é", "is malformed: compressed run lengths contain"),
     ],
 )
 def test_damaged_masks_are_refused_before_pycocotools_reads_them(odd_data, text, message):

@@ -7,8 +7,10 @@ import numpy as np
 from PIL import Image
 
 from ltm.data.config import DataConfig
+from ltm.data.decoding import decode
 from ltm.data.folders import label_images, open_files
-from ltm.data.images import ImageDataset, LabelledFiles, Transform, to_rgb
+from ltm.data.images import ImageDataset, LabelledFiles, Transform
+from ltm.data.limits import Limits, read_file, split_limits
 from ltm.data.shapes import ShapesClassification, shapes_arguments
 from ltm.data.shards import ShardImages, expand_shards, open_shards
 from ltm.extras import require
@@ -35,7 +37,8 @@ def open_dataset(
         source: A folder of class folders (or of `train` and `val` folders with class folders), a
             .zip archive of the same layout, tar shards (`name-{000..123}.tar`, `*.tar`, a folder
             of them), `hf:NAME` or `hf:NAME:CONFIG` of Hugging Face, or `shapes`, generated, with
-            options such as `shapes:classes=10,size=64,images=4000,val_images=1000,seed=0`.
+            options such as `shapes:classes=10,size=64,images=4000,val_images=1000,seed=0`. Limits
+            may be written behind a source: `slides?most_pixels=500000000` (`data.limits`).
         split: `train`, `val` or `test`; without meaning where the data are not split.
         transform: Applied to each PIL image; None leaves PIL images.
         max_unreadable: How many unreadable images are skipped, with a warning, before an error.
@@ -92,13 +95,14 @@ def refuse_shared(one: ImageDataset, other: ImageDataset, *splits: str) -> None:
 
 def _find_images(source: str, split: str, holdout_ratio: float) -> LabelledFiles:
     """Tell sources apart by their form."""
+    source, limits, _ = split_limits(source)
     if source.startswith("hf:"):
-        return _find_on_hugging_face(source, split)
+        return _find_on_hugging_face(source, split, limits)
     if source.endswith(".tar") or _is_folder_of_shards(Path(source)):
         paths = expand_shards(source, split)
         is_split = any(expand_shards(source, other) != paths for other in ("train", "val"))
-        return open_shards(paths)._replace(split=split if is_split else "all")
-    files = open_files(source)
+        return open_shards(paths, limits)._replace(split=split if is_split else "all")
+    files = open_files(source, limits)
     if files is None:
         raise FileNotFoundError(
             f"no data at {source}; give a folder, a .zip archive, tar shards, hf:NAME or shapes"
@@ -118,12 +122,13 @@ _SPLIT_ALIASES = {"val": ("val", "validation", "valid")}
 
 
 class _HuggingFaceImages:
-    """Images of a Hugging Face data set, decoded by it."""
+    """Images of a Hugging Face data set, which hands out bytes or the path of a file."""
 
-    def __init__(self, rows: Any, column: str, where: str) -> None:
+    def __init__(self, rows: Any, column: str, where: str, limits: Limits) -> None:
         self._rows = rows
         self._column = column
         self._where = where
+        self._limits = limits
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -132,10 +137,12 @@ class _HuggingFaceImages:
         return f"{self._where}[{index}]"
 
     def read(self, index: int) -> Image.Image:
-        return to_rgb(self._rows[index][self._column])
+        stored = self._rows[index][self._column]
+        content = stored["bytes"] or read_file(Path(stored["path"]), self._limits)
+        return decode(content, self.name(index), self._limits)
 
 
-def _find_on_hugging_face(source: str, split: str) -> LabelledFiles:
+def _find_on_hugging_face(source: str, split: str, limits: Limits) -> LabelledFiles:
     datasets = require("datasets")
     name, _, config = source.removeprefix("hf:").partition(":")
     known = datasets.get_dataset_split_names(name, config or None)
@@ -145,8 +152,9 @@ def _find_on_hugging_face(source: str, split: str) -> LabelledFiles:
     rows = datasets.load_dataset(name, config or None, split=chosen)
     image = _column(rows.features, "Image", source)
     label = _column(rows.features, "ClassLabel", source)
+    undecoded = rows.cast_column(image, datasets.Image(decode=False))
     return LabelledFiles(
-        _HuggingFaceImages(rows, image, f"{source}/{split}"),
+        _HuggingFaceImages(undecoded, image, f"{source}/{split}", limits),
         np.asarray(rows[label]),
         tuple(rows.features[label].names),
         split,

@@ -10,7 +10,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ltm.data.images import EXTENSIONS, LabelledFiles, decode
+from ltm.data.decoding import EXTENSIONS, decode
+from ltm.data.images import LabelledFiles
+from ltm.data.limits import Limits, read_file
+
+# The names in an archive may claim anything.
+_MOST_DEPTH = 64
+_MOST_LETTERS = 255
 
 _SPLIT_NAMES = {
     "train": "train",
@@ -25,31 +31,39 @@ _SPLIT_NAMES = {
 class Files:
     """Files of a folder by name: relative, with "/" between a name's parts. Links are followed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: Limits | None = None) -> None:
         self.path = path
+        self.limits = limits or Limits()
 
     def names(self) -> list[str]:
         """Return the names of all files, and of folders, which end in "/"."""
         found: list[str] = []
         for where, folders, files in os.walk(self.path, followlinks=True):
+            folders[:] = [name for name in folders if not _leads_back(where, name)]
             inside = Path(where).relative_to(self.path).as_posix()
             prefix = "" if inside == "." else f"{inside}/"
             found.extend(f"{prefix}{name}/" for name in folders)
             found.extend(prefix + name for name in files)
         return found
 
-    def read(self, name: str) -> bytes:
-        """Return a file's content."""
-        return (self.path / name).read_bytes()
+    def read(self, name: str, limit: str = "most_bytes") -> bytes:
+        """Return a file's content; `limit` names what bounds its size."""
+        return read_file(self.path / name, self.limits, limit)
 
 
-def open_files(source: str | Path) -> Files | None:
+def _leads_back(where: str, name: str) -> bool:
+    """Say whether a folder is a link to one that it lies in: a walk would never end."""
+    path = Path(where, name)
+    return path.is_symlink() and Path(where).resolve().is_relative_to(path.resolve())
+
+
+def open_files(source: str | Path, limits: Limits | None = None) -> Files | None:
     """Open a folder or a .zip archive; None if the source is neither."""
     path = Path(source)
     if path.is_dir():
-        return Files(path)
+        return Files(path, limits)
     if path.is_file() and path.suffix.lower() == ".zip":
-        return _ZipFiles(path)
+        return _ZipFiles(path, limits)
     return None
 
 
@@ -60,26 +74,45 @@ class _ZipFiles(Files):
     open file would move each other's position. Threads may share it.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, limits: Limits | None = None) -> None:
+        super().__init__(path, limits)
         self._opened: tuple[int, zipfile.ZipFile] | None = None
         try:
-            self._archive()
-        except zipfile.BadZipFile as error:
+            members = self._archive().infolist()
+        except OSError:
+            raise
+        except Exception as error:  # zipfile raises half a dozen kinds on damaged directories
             raise ValueError(
                 f"{self.path} is no readable .zip archive ({error}); copy it again"
             ) from error
+        self.limits.check_inflation(
+            path, stored=path.stat().st_size, inflated=sum(member.file_size for member in members)
+        )
 
     def names(self) -> list[str]:
         """Return the names of all members; folders need not be among them."""
         return self._archive().namelist()
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit: str = "most_bytes") -> bytes:
         """Return a member's content; raise `ValueError` when it is damaged."""
+        where, archive = f"{self.path}/{name}", self._archive()
+        member = archive.getinfo(name)
+        self.limits.check(limit, member.file_size, f"{where} has {member.file_size} bytes")
+        # zipfile bounds what it inflates, but only of these.
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"{where} is packed with an unusual method; use deflate or store")
         try:
-            return self._archive().read(name)
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"damaged archive, wrong header or checksum: {error}") from error
+            with archive.open(member) as file:
+                content = file.read(member.file_size)
+        except OSError:
+            raise
+        except Exception as error:  # zlib.error, BadZipFile, RuntimeError of encrypted ones
+            raise ValueError(
+                f"{where} is damaged, wrong header or checksum: {error}; copy the archive again"
+            ) from error
+        if len(content) != member.file_size:
+            raise ValueError(f"{where} is cut off; copy the archive again")
+        return content
 
     def _archive(self) -> zipfile.ZipFile:
         if self._opened is None or self._opened[0] != os.getpid():
@@ -87,7 +120,7 @@ class _ZipFiles(Files):
         return self._opened[1]
 
     def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path, "_opened": None}
+        return {"path": self.path, "limits": self.limits, "_opened": None}
 
 
 @dataclass(frozen=True)
@@ -100,11 +133,17 @@ class Listing:
 
 
 class FileImages:
-    """Images of a folder or an archive."""
+    """Images of a folder or an archive; `sizes` are those that annotations give them."""
 
-    def __init__(self, files: Files, paths: Sequence[str]) -> None:
+    def __init__(
+        self,
+        files: Files,
+        paths: Sequence[str],
+        sizes: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         self._files = files
         self._paths = paths
+        self._sizes = sizes
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -115,7 +154,9 @@ class FileImages:
 
     def read(self, index: int) -> Image.Image:
         """Return the decoded image."""
-        return decode(self._files.read(self._paths[index]))
+        size = None if self._sizes is None else self._sizes[index]
+        content = self._files.read(self._paths[index])
+        return decode(content, self.name(index), self._files.limits, size=size)
 
 
 def list_images(files: Files) -> Listing:
@@ -125,6 +166,16 @@ def list_images(files: Files) -> Listing:
     folders: set[str] = set()
     for folder in {name.rpartition("/")[0] for name in names}:
         parts = folder.split("/") if folder else []
+        if len(parts) > _MOST_DEPTH:
+            raise ValueError(
+                f"{files.path} has {len(parts)} folders within one another, but must have at most "
+                f"{_MOST_DEPTH}: {folder:.40}..."
+            )
+        if max(map(len, parts), default=0) > _MOST_LETTERS:
+            raise ValueError(
+                f"{files.path} has a folder whose name is longer than {_MOST_LETTERS} letters: "
+                f"{folder:.40}..."
+            )
         folders.update("/".join(parts[: depth + 1]) for depth in range(len(parts)))
     return Listing(str(files.path), tuple(images), frozenset(folders))
 
@@ -138,7 +189,8 @@ def walk_images(folder: str | Path) -> Iterator[str]:
         found = sorted((e for e in entries if _visible(e.name)), key=lambda e: e.name)
     for entry in found:
         if entry.is_dir():
-            yield from walk_images(entry.path)
+            if not _leads_back(os.fspath(folder), entry.name):
+                yield from walk_images(entry.path)
         elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:  # noqa: PTH122
             yield entry.path
 
@@ -166,7 +218,10 @@ def label_images(files: Files, split: str, holdout_ratio: float = 0.0) -> Labell
     inside = splits.get(wanted, root)
     # The training classes define the labels, so that a class missing elsewhere shifts nothing.
     classes = _class_folders(listing, splits.get("train", inside))
-    paths, labels, names = _label(listing, inside, classes)
+    files.limits.check(
+        "most_classes", len(classes), f"{listing.where} has {len(classes)} class folders"
+    )
+    paths, labels, names = _label(listing, inside, classes, files.limits)
     if not splits and holdout_ratio:
         chosen = _hold_out(labels, wanted, holdout_ratio)
         paths, labels = [paths[index] for index in chosen], labels[chosen]
@@ -216,7 +271,7 @@ def _class_folders(listing: Listing, root: str) -> list[str]:
 
 
 def _label(
-    listing: Listing, root: str, classes: list[str]
+    listing: Listing, root: str, classes: list[str], limits: Limits
 ) -> tuple[list[str], np.ndarray, tuple[str, ...]]:
     """Return paths in order of their labels, the labels, and the names of all classes."""
     where = f"{listing.where}/{root}".rstrip("/")
@@ -236,7 +291,7 @@ def _label(
             f"{where} has class folders without images: {', '.join(empty)}; "
             "remove them or add images"
         )
-    names, label_of = _number_classes(classes)
+    names, label_of = _number_classes(classes, where, limits)
     ordered = sorted(by_class, key=label_of.__getitem__)
     paths = [path for name in ordered for path in by_class[name]]
     counts = [len(by_class[name]) for name in ordered]
@@ -244,18 +299,36 @@ def _label(
     return paths, labels, names
 
 
-def _number_classes(classes: list[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+def _number_classes(
+    classes: list[str], where: str, limits: Limits
+) -> tuple[tuple[str, ...], dict[str, int]]:
     """Number classes in order of their names; names that are indices (0000, 0001) are kept."""
-    if not all(name.isdecimal() for name in classes):
+    if not all(name.isascii() and name.isdecimal() for name in classes):
         return tuple(classes), {name: label for label, name in enumerate(classes)}
-    ordered = sorted(classes, key=int)
+    ordered = sorted(classes, key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
     padded = len({len(name) for name in classes}) == 1 and any(name[0] == "0" for name in classes)
-    complete = [int(name) for name in ordered] == list(range(len(ordered)))
+    complete = [name.lstrip("0") or "0" for name in ordered] == [*map(str, range(len(ordered)))]
     if not (padded or complete):
         return tuple(ordered), {name: label for label, name in enumerate(ordered)}
     width = len(ordered[0]) if padded else 0
-    names = tuple(f"{label:0{width}d}" for label in range(int(ordered[-1]) + 1))
-    return names, {name: int(name) for name in ordered}
+    _check_index(ordered[-1], where, limits)
+    names = tuple(f"{label:0{width}d}" for label in range(int(ordered[-1].lstrip("0") or "0") + 1))
+    return names, {name: int(name.lstrip("0") or "0") for name in ordered}
+
+
+def _check_index(name: str, where: str, limits: Limits) -> None:
+    """Refuse a highest class that is no index, such as a bar code that begins with a zero."""
+    digits = name.lstrip("0") or "0"
+    number = int(digits[:_MOST_DIGITS])
+    limits.check(
+        "most_classes",
+        number + 1,
+        f"{where}: folder {name:.40} stands for class {digits:.40} (a letter in front would make "
+        "it a name)",
+    )
+
+
+_MOST_DIGITS = 18
 
 
 def _hold_out(labels: np.ndarray, split: str, ratio: float) -> np.ndarray:

@@ -1,6 +1,5 @@
-"""Decode image files, and the data sets made of them: labelled images by index."""
+"""Data sets of image files: labelled images by index, unreadable ones skipped."""
 
-import io
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -10,10 +9,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
-
-EXTENSIONS = frozenset(
-    {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"}
-)
 
 _MOST_NAMED = 20  # unreadable images in one error
 
@@ -155,10 +150,10 @@ class UnreadableImages:
         if index in self:
             return
         self._flags[index] = 1
-        self.check()
+        self.check(error)
         if get_worker_info() is None:
             self._reported.add(index)
-            _warn(self._name(index), f": {error}" if str(error) else "")
+            _warn(self._name(index), error)
 
     def report(self) -> None:
         """Warn of images that worker processes have noted since the last report."""
@@ -168,7 +163,7 @@ class UnreadableImages:
                     self._reported.add(index)
                     _warn(self._name(index))
 
-    def check(self) -> None:
+    def check(self, last: Exception | None = None) -> None:
         """Raise `UnreadableImagesError` when more images are unreadable than allowed."""
         count = len(self)
         if count > self.limit:
@@ -177,7 +172,8 @@ class UnreadableImages:
             raise UnreadableImagesError(
                 f"{count} unreadable images, max_unreadable is {self.limit}: "
                 f"{', '.join(paths[:_MOST_NAMED])}{more}; repair or remove them"
-            )
+                f"{'' if last is None else f' (the last one: {last})'}"
+            ) from last
 
 
 def next_readable(
@@ -197,28 +193,8 @@ def next_readable(
     )
 
 
-def _warn(path: str, reason: str = "") -> None:
-    message = f"skipped unreadable image {path}{reason}"
+def _warn(path: str, error: Exception | None = None) -> None:
+    message = f"skipped unreadable image {path}" if error is None else f"skipped an image: {error}"
+    if path not in message:
+        message = f"skipped unreadable image {path}: {error}"
     warnings.warn(message, UnreadableImageWarning, stacklevel=6)
-
-
-def decode(data: bytes) -> Image.Image:
-    """Decode an image to RGB, whatever its mode."""
-    with warnings.catch_warnings():
-        # About the metadata of images that do decode: of no use to whoever trains on them.
-        warnings.simplefilter("ignore")
-        with Image.open(io.BytesIO(data)) as image:
-            return to_rgb(image)
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to RGB: 16-bit grey is scaled, not clipped, and transparency is dropped."""
-    if image.mode == "RGB":
-        image.load()  # most images are RGB already, and need no copy
-        return image
-    if image.mode.startswith("I"):
-        grey = np.asarray(image, dtype=np.float64)
-        return Image.fromarray((grey / 257.0).clip(0, 255).round().astype(np.uint8)).convert("RGB")
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image.convert("RGB")

@@ -8,6 +8,7 @@ files are opened (webdataset runs `pipe:` URLs in a shell), nothing is unpickled
 checked before anything is read.
 """
 
+import io
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ltm.data.images import EXTENSIONS, LabelledFiles, decode
+from ltm.data.decoding import EXTENSIONS, decode
+from ltm.data.images import LabelledFiles
+from ltm.data.limits import Limits, read_file
 from ltm.extras import require
 
-_MOST_IMAGE_BYTES = 2**28
 _MOST_LABEL_BYTES = 32
+_MOST_HEADER_BYTES = 2**20  # long names and pax headers, which tarfile reads at once
 
 
 class ShardImages:
@@ -29,9 +32,10 @@ class ShardImages:
     `places` (n x 4) has for every image its shard, its number in there, its offset and its size.
     """
 
-    def __init__(self, paths: Sequence[Path], places: np.ndarray) -> None:
+    def __init__(self, paths: Sequence[Path], places: np.ndarray, limits: Limits) -> None:
         self.paths = tuple(paths)
         self._places = places
+        self._limits = limits
 
     def __len__(self) -> int:
         return len(self._places)
@@ -46,7 +50,7 @@ class ShardImages:
         shard, _, offset, size = self._places[index].tolist()
         with self.paths[shard].open("rb") as file:
             file.seek(offset)
-            return decode(file.read(size))
+            return decode(file.read(size), self.name(index), self._limits)
 
 
 def expand_shards(pattern: str, split: str) -> tuple[Path, ...]:
@@ -74,8 +78,9 @@ def _has_word(name: str, start: str) -> bool:
     return any(word.startswith(start) for word in words)
 
 
-def open_shards(paths: Sequence[Path]) -> LabelledFiles:
+def open_shards(paths: Sequence[Path], limits: Limits | None = None) -> LabelledFiles:
     """Index shards; `classes.txt` beside them, a name a line, names the classes."""
+    limits = limits or Limits()
     if not paths:
         raise FileNotFoundError("no tar shards match; check the pattern, such as a-{000..123}.tar")
     missing = [str(path) for path in paths if not path.is_file()]
@@ -87,25 +92,30 @@ def open_shards(paths: Sequence[Path]) -> LabelledFiles:
     rows = [
         (shard, number, *sample)
         for shard, path in enumerate(paths)
-        for number, sample in enumerate(_samples(path))
+        for number, sample in enumerate(_samples(path, limits))
     ]
     if not rows:
         raise ValueError(f"no images in {len(paths)} tar shards, {paths[0]} first")
     table = np.array(rows, dtype=np.int64)
     places, labels = table[:, :4], table[:, 4]
-    names = _listed_classes(paths[0].parent / "classes.txt")
+    names = _listed_classes(paths[0].parent / "classes.txt", limits)
     if names and labels.max() >= len(names):
         raise ValueError(
             f"classes.txt beside {paths[0]} names {len(names)} classes, but labels go up to "
             f"{labels.max()}"
         )
     names = names or tuple(str(label) for label in range(labels.max() + 1))
-    return LabelledFiles(ShardImages(paths, places), labels, names)
+    return LabelledFiles(ShardImages(paths, places, limits), labels, names)
 
 
-def _listed_classes(path: Path) -> tuple[str, ...]:
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return tuple(text.removesuffix("\n").split("\n")) if text else ()
+def _listed_classes(path: Path, limits: Limits) -> tuple[str, ...]:
+    try:
+        text = read_file(path, limits).decode("utf-8") if path.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error.reason}") from error
+    names = text.removesuffix("\n").split("\n") if text else []
+    limits.check("most_classes", len(names), f"{path} has {len(names)} classes")
+    return tuple(names)
 
 
 class _Extent(NamedTuple):
@@ -115,16 +125,17 @@ class _Extent(NamedTuple):
     size: int
 
 
-def _samples(path: Path) -> Iterator[tuple[int, int, int]]:
+def _samples(path: Path, limits: Limits) -> Iterator[tuple[int, int, int]]:
     """Yield offset and size of every image of a shard, and its label."""
     group_by_keys = require("webdataset.tariterators", extra="cli").group_by_keys
 
     def refuse(error: Exception) -> bool:
-        raise ValueError(f"{path}: {error.args[0]}") from error
+        reason = error.args[0] if error.args else type(error).__name__
+        raise ValueError(f"{path}: {reason}") from error
 
     with path.open("rb") as file:
         for sample in group_by_keys(_members(path), handler=refuse):
-            extent, label = _image(path, sample), _label(path, file, sample)
+            extent, label = _image(path, sample, limits), _label(path, file, sample, limits)
             yield extent.offset, extent.size, label
 
 
@@ -132,39 +143,56 @@ def _members(path: Path) -> Iterator[dict[str, Any]]:
     """List the files of a shard as webdataset does, with extents instead of contents."""
     end = path.stat().st_size
     try:
-        with tarfile.open(path, "r:") as tar:
+        with _HeaderFile(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                if not member.isreg() or member.issparse():
-                    continue
-                if member.offset_data + member.size > end:
-                    raise tarfile.ReadError(f"{member.name} is cut off")
-                extent = _Extent(member.offset_data, member.size)
-                yield {"fname": member.name, "data": extent, "__url__": str(path)}
-    except tarfile.TarError as error:
+                if member.isreg() and not member.issparse():
+                    extent = _extent(member, end)
+                    yield {"fname": member.name, "data": extent, "__url__": str(path)}
+    except OSError:
+        raise
+    except Exception as error:  # tarfile lets errors of its parts through
         raise ValueError(f"{path} is no readable tar file ({error}); copy it again") from error
 
 
-def _image(path: Path, sample: dict[str, Any]) -> _Extent:
+def _extent(member: tarfile.TarInfo, end: int) -> _Extent:
+    if not 0 <= member.size <= end - member.offset_data:
+        raise tarfile.ReadError(f"{member.name} is cut off")
+    return _Extent(member.offset_data, member.size)
+
+
+class _HeaderFile(io.FileIO):
+    """A shard as tarfile sees it: headers only, whatever size they claim to have."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MOST_HEADER_BYTES:
+            raise tarfile.ReadError(
+                f"a header of {size} bytes, but must have at most {_MOST_HEADER_BYTES}"
+            )
+        return super().read(size) or b""
+
+
+def _image(path: Path, sample: dict[str, Any], limits: Limits) -> _Extent:
     for extension, extent in sample.items():
         if f".{extension}" in EXTENSIONS:
-            _check_size(path, f"{sample['__key__']}.{extension}", extent, _MOST_IMAGE_BYTES)
+            name = f"{path}: {sample['__key__']}.{extension}"
+            limits.check("most_bytes", extent.size, f"{name} has {extent.size} bytes")
             return extent
     parts = sorted(f".{name}" for name in sample if not name.startswith("__"))
     raise ValueError(f"{path}: {sample['__key__']} has {', '.join(parts)}, but no image among them")
 
 
-def _label(path: Path, file: Any, sample: dict[str, Any]) -> int:
+def _label(path: Path, file: Any, sample: dict[str, Any], limits: Limits) -> int:
     key, extent = sample["__key__"], sample.get("cls")
     if extent is None:
         raise ValueError(f"{path}: {key} has no .cls file with its class index")
-    _check_size(path, f"{key}.cls", extent, _MOST_LABEL_BYTES)
+    if extent.size > _MOST_LABEL_BYTES:
+        raise ValueError(
+            f"{path}: {key}.cls has {extent.size} bytes, but must have at most {_MOST_LABEL_BYTES}"
+        )
     file.seek(extent.offset)
     label = file.read(extent.size).strip()
     if not label.isdigit():
         raise ValueError(f"{path}: {key}.cls must hold a class index, not {label[:20]!r}")
-    return int(label)
-
-
-def _check_size(path: Path, name: str, extent: _Extent, most: int) -> None:
-    if extent.size > most:
-        raise ValueError(f"{path}: {name} has {extent.size} bytes, but must have at most {most}")
+    number = int(label)
+    limits.check("most_classes", number + 1, f"{path}: {key}.cls names class {number}")
+    return number

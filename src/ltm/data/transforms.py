@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torchvision.transforms import Compose
 
 from ltm.data.config import AugmentConfig, DataConfig
-from ltm.data.images import Transform, to_rgb
+from ltm.data.decoding import to_rgb
+from ltm.data.images import Transform
 from ltm.data.sampling import make_key, random_numbers_of
 
 

@@ -23,8 +23,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ltm.api.saving import saved_folder
+from ltm.data.decoding import read_image
 from ltm.data.folders import walk_images
-from ltm.data.images import decode
+from ltm.data.limits import split_limits
 from ltm.data.transforms import evaluation_transform
 from ltm.deployment.formats import onnx_information
 from ltm.deployment.information import ModelInformation, known_about
@@ -286,7 +287,8 @@ def stream(
 
 
 def _read(path: str, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
-    return prepare(decode(Path(path).read_bytes()))
+    name, limits, _ = split_limits(path)
+    return prepare(read_image(name, limits))
 
 
 def _predict_batch(
@@ -302,42 +304,41 @@ def _predict_batch(
     answers = iter(model.answer(images) if images else ())
     for (path, _), value in zip(batch, found, strict=True):
         if isinstance(value, str):
-            yield Prediction(path=path, error=value)
+            yield Prediction(path=split_limits(path).name, error=value)
         else:
-            yield Prediction(path=path, answer=next(answers))
+            yield Prediction(path=split_limits(path).name, answer=next(answers))
 
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    # Pillow names the buffer that it read from, which tells a user nothing.
-    text = str(error).partition("<_io.BytesIO")[0].strip()
-    return " ".join(text.split()) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def check_inputs(inputs: Iterable[str]) -> None:
     """Refuse what does not exist before any work is done."""
     for name in inputs:
-        if name != _STDIN and not Path(name).exists():
+        if name != _STDIN and not Path(split_limits(name).name).exists():
             raise FileNotFoundError(f"{name}: there is no such image, folder or list of paths")
 
 
 def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[str]:
     """Paths of images, folders (with all they contain), lists of paths, and `-`, standard input.
 
-    Inputs keep their order; what a folder contains is sorted by path. Memory holds only the names
-    in the folders on the way down to the current image, and one line of a list.
+    Inputs keep their order; what a folder contains is sorted by path. Limits that are written
+    behind an input (`data.limits`) are passed on, behind each of its paths. Memory holds only the
+    names in the folders on the way down to the current image, and one line of a list.
     """
-    for name in inputs:
+    for name, _, words in map(split_limits, inputs):
         if name == _STDIN:
             yield from _lines(sys.stdin if stdin is None else stdin)
         elif Path(name).is_dir():
-            yield from walk_images(name)
+            yield from (path + words for path in walk_images(name))
         elif name.lower().endswith(_LISTS):
             with Path(name).open(encoding="utf-8", errors="surrogateescape") as lines:
-                yield from _lines(lines)
+                yield from (path + words for path in _lines(lines))
         else:
-            yield name
+            yield name + words
 
 
 def _lines(lines: Iterable[str]) -> Iterator[str]:

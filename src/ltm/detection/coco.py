@@ -20,6 +20,7 @@ from torchvision import tv_tensors
 
 from ltm.data.folders import FileImages, Files, list_images, open_files
 from ltm.data.images import ImageFiles, UnreadableImages, next_readable
+from ltm.data.limits import Limits, read_file, split_limits
 from ltm.data.shapes import JointTransform, ShapesDetection, shapes_arguments
 from ltm.data.targets import Mask, decode_mask, make_target
 
@@ -65,18 +66,22 @@ class CocoAnnotations:
     by_image: dict[int, tuple[CocoAnnotation, ...]]
 
 
-def check_annotations(data: Any, where: str = "annotations") -> CocoAnnotations:
+def check_annotations(
+    data: Any, where: str = "annotations", limits: Limits | None = None
+) -> CocoAnnotations:
     """Check a parsed annotation file; raise `ValueError` naming the entry and the field."""
+    limits = limits or Limits()
     if not isinstance(data, dict):
         raise ValueError(f"{where} must hold an object with images, annotations and categories")
     for section in ("images", "annotations", "categories"):
         if not isinstance(data.get(section), list):
             raise ValueError(f"{where} has no list of {section}; is it in COCO's format?")
-    images = [_image(_Entry(where, "image", *item)) for item in enumerate(data["images"])]
+    images = [_image(_Entry(where, "image", *item), limits) for item in enumerate(data["images"])]
     entries = [_Entry(where, "category", *item) for item in enumerate(data["categories"])]
-    categories = {entry.get("id", int): entry.get("name", str) for entry in entries}
+    limits.check("most_classes", len(entries), f"{where} has {len(entries)} categories")
+    categories = {entry.id(): entry.get("name", str) for entry in entries}
     _refuse_doubles(where, "image", (image.id for image in images))
-    _refuse_doubles(where, "category", (entry.get("id", int) for entry in entries))
+    _refuse_doubles(where, "category", (entry.id() for entry in entries))
     by_id = {image.id: image for image in images}
     found: dict[int, list[CocoAnnotation]] = {image.id: [] for image in images}
     for item in enumerate(data["annotations"]):
@@ -205,6 +210,7 @@ def open_detection(
     Args:
         source: A folder or .zip archive with images and annotations in COCO's format, or `shapes`,
             generated, with options such as `shapes:classes=5,size=128,images=500,val_images=100`.
+            Limits may be written behind a source: `slides?most_pixels=500000000` (`data.limits`).
         split: Which split; of COCO's own layout (`annotations/instances_val2017.json`) and of
             generated shapes. Other sources have but one.
         annotations: The annotation file, within the source or elsewhere; found by itself under
@@ -217,14 +223,19 @@ def open_detection(
         counts = {"images": 500, "val_images": 100}
         arguments = shapes_arguments(str(source), split, classes=5, size=128, **counts)
         return ShapesDetection(**arguments, transforms=transforms)
-    files = open_files(source)
+    name, limits, _ = split_limits(source)
+    files = open_files(name, limits)
     if files is None:
         raise FileNotFoundError(
             f"no data at {source}; give a COCO folder, a .zip archive of one, or shapes"
         )
     found = _read_annotations(files, split, annotations)
     return CocoDetection(
-        FileImages(files, _image_paths(files, found.images, split)),
+        FileImages(
+            files,
+            _image_paths(files, found.images, split),
+            [(image.width, image.height) for image in found.images],
+        ),
         found,
         masks=masks,
         crowd=crowd,
@@ -235,16 +246,17 @@ def open_detection(
 def _read_annotations(files: Files, split: str, annotations: str | Path | None) -> CocoAnnotations:
     """Read the given annotation file, or the one found under a usual name, one folder deep."""
     if annotations is not None and Path(annotations).is_file():
-        where, content = str(annotations), Path(annotations).read_bytes()
+        where = str(annotations)
+        content = read_file(Path(annotations), files.limits, "most_annotation_bytes")
     else:
         usual = [str(annotations)] if annotations else _usual_names(split)
         inside = _find_annotations(files, usual)
-        where, content = f"{files.path}/{inside}", files.read(inside)
+        where, content = f"{files.path}/{inside}", files.read(inside, "most_annotation_bytes")
     try:
         data = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON: {error}") from error
-    return check_annotations(data, where)
+    return check_annotations(data, where, files.limits)
 
 
 def _find_annotations(files: Files, usual: list[str]) -> str:
@@ -317,6 +329,12 @@ def _coco_entry(item: CocoAnnotation) -> dict[str, Any]:
     }
 
 
+_MOST_ID = 2**63
+_MOST_SIDE = 2**31
+_MOST_OUTLINE = 2**22
+"""The most pixels along a polygon, and the largest coordinate. pycocotools takes any, and memory
+for every pixel of the outline."""
+
 _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
 
 
@@ -337,6 +355,12 @@ class _Entry:
         value = self.fields[field]
         if not _is_a(value, kind):
             raise self.fault(field, f"must be {_KINDS[kind]}, not {value!r:.40}")
+        return value
+
+    def id(self) -> int:
+        value = self.get("id", int)
+        if not -_MOST_ID <= value < _MOST_ID:
+            raise self.fault("id", f"must fit into 64 bits, not {value!r:.40}")
         return value
 
     def number(self, field: str, value: Any) -> float:
@@ -363,23 +387,25 @@ def _refuse_doubles(where: str, kind: str, ids: Iterable[int]) -> None:
         seen.add(number)
 
 
-def _image(entry: _Entry) -> CocoImage:
+def _image(entry: _Entry, limits: Limits) -> CocoImage:
     image = CocoImage(
-        entry.get("id", int),
+        entry.id(),
         entry.get("file_name", str),
         entry.get("width", int),
         entry.get("height", int),
     )
     for field in ("width", "height"):
-        if getattr(image, field) < 1:
-            raise entry.fault(field, "must be at least 1")
+        if not 1 <= getattr(image, field) < _MOST_SIDE:
+            raise entry.fault(field, f"must be at least 1 and below {_MOST_SIDE}")
+    pixels = image.width * image.height
+    limits.check("most_pixels", pixels, f"{entry.name}: width and height make {pixels} pixels")
     return image
 
 
 def _annotation(
     entry: _Entry, images: dict[int, CocoImage], categories: dict[int, str]
 ) -> CocoAnnotation:
-    number = entry.get("id", int)
+    number = entry.id()
     image = entry.get("image_id", int)
     if image not in images:
         raise entry.fault("image_id", f"is {image}, which no image has")
@@ -425,8 +451,11 @@ def _segmentation(entry: _Entry, image: CocoImage) -> Any:
 def _check_polygon(entry: _Entry, polygon: Any) -> None:
     if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
         raise entry.fault("segmentation", "must hold polygons of at least three points (x, y)")
-    for value in polygon:
-        entry.number("segmentation", value)
+    points = np.array([entry.number("segmentation", value) for value in polygon]).reshape(-1, 2)
+    if np.abs(points).max() > _MOST_OUTLINE:
+        raise entry.fault("segmentation", f"must stay below {_MOST_OUTLINE} pixels")
+    if np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum() > _MOST_OUTLINE:
+        raise entry.fault("segmentation", f"must have outlines of at most {_MOST_OUTLINE} pixels")
 
 
 def _check_counts(entry: _Entry, counts: Any, image: CocoImage) -> None:
@@ -454,12 +483,14 @@ def _parse_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     value = shift = 0
-    for code in text.encode("ascii", "replace"):
-        bits = code - 48
+    for letter in text:
+        bits = ord(letter) - 48
         if not 0 <= bits < 64:
-            raise ValueError(f"compressed run lengths contain {chr(code)!r}")
+            raise ValueError(f"compressed run lengths contain {letter!r}")
         value |= (bits & 31) << shift
         shift += 5
+        if shift > 60:
+            raise ValueError("compressed run lengths contain a number of more than 60 bits")
         if bits & 32:
             continue
         if bits & 16:

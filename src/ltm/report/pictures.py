@@ -27,8 +27,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ltm.core.schedule import Grid
+from ltm.data.decoding import read_image, to_rgb
 from ltm.data.folders import walk_images
-from ltm.data.images import decode
+from ltm.data.limits import split_limits
 from ltm.data.shapes import example_pictures
 from ltm.data.transforms import ImageSpec, evaluation_transform
 from ltm.report.tracing import DROPPED, SiteMap, Traces, at_block
@@ -71,19 +72,16 @@ def read_pictures(
 def _opened(image: str | Path | Image.Image) -> Iterator[NamedPicture]:
     """An image, which has no name, or those of a path, by their names."""
     if isinstance(image, Image.Image):
-        yield "", image.convert("RGB")
+        yield "", to_rgb(image)
         return
-    path = Path(image)
+    name, limits, _ = split_limits(image)
+    path = Path(name)
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such image or folder")
     files = iter((path,)) if path.is_file() else map(Path, walk_images(path))
     file = None
     for file in files:
-        try:
-            picture = decode(file.read_bytes())
-        except (OSError, ValueError, SyntaxError) as error:
-            raise ValueError(f"{file} is no readable image: remove it or save it again") from error
-        yield file.stem, picture
+        yield file.stem, read_image(file, limits)
     if file is None:
         raise ValueError(f"{path} holds no images: give image files or a folder of them")
 
