@@ -30,11 +30,10 @@ from torch import nn
 
 from ltm.api import merging_network, report
 from ltm.data.shapes import ShapesDetection
-from ltm.detection.cost import detector_cost
 from ltm.detection.inference import draw_detections
 from ltm.detection.mask_rcnn import MaskRCNNConfig
 from ltm.detection.pyramid import DetectorConfig
-from ltm.detection.score import write_results
+from ltm.detection.score import detector_cost, write_results
 from ltm.detection.ssdlite import SSDLiteConfig
 from ltm.methods import LTM, Learned, Matched
 from ltm.methods.ltm.learned import LearnedMerger

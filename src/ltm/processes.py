@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed
+
+T = TypeVar("T")
 
 
 class Process(NamedTuple):
@@ -70,6 +72,15 @@ def gather_rows(rows: Tensor) -> Tensor:
     everybody = [torch.zeros_like(padded) for _ in sizes]
     distributed.all_gather(everybody, padded)
     return torch.cat([part[:size] for part, size in zip(everybody, sizes, strict=True)])
+
+
+def gather_objects(value: T) -> list[T]:
+    """All processes' values, in the order of their ranks."""
+    if not _together():
+        return [value]
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
 
 
 def sum_over_processes(values: Tensor) -> Tensor:

@@ -11,8 +11,12 @@ from ltm.data.images import UnreadableImageWarning
 from ltm.data.loading import build_loader
 from ltm.data.sampling import random_numbers_of
 from ltm.data.shapes import ShapesDetection
-from ltm.detection.coco import CocoDetection, collate_detection, open_detection
-from ltm.detection.transforms import detection_transforms
+from ltm.detection.coco import (
+    CocoDetection,
+    collate_detection,
+    detection_transforms,
+    open_detection,
+)
 
 # Of pycocotools under NumPy 2.
 COPY = "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"

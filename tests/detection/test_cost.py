@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ltm.detection.cost import detector_cost
 from ltm.detection.mask_rcnn import MaskRCNNConfig
+from ltm.detection.score import detector_cost
 from ltm.detection.ssdlite import SSDLiteConfig
 from ltm.methods import LTM
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig, StridedAnchors, strided_pool
-from ltm.detection.pyramid import build_pyramid
+from ltm.detection.pyramid import build_pyramid, clean_target, float_image
 from ltm.detection.ssdlite import SSDLite, SSDLiteConfig
-from ltm.detection.transforms import clean_target, float_image
 from ltm.methods import LTM
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import yaml
 
 from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.measurement import Measurement
-from ltm.report.comparison import Comparison
+from ltm.report.comparison import Comparison, verdicts
 from ltm.report.curves import Point, accuracy_figure, bottleneck_figure, tokens_figure
 from ltm.report.documents import (
     Illustration,
@@ -23,7 +23,6 @@ from ltm.report.documents import (
     write_report,
 )
 from ltm.report.pictures import figure_bytes
-from ltm.report.verdicts import verdicts
 
 
 class Page(HTMLParser):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ltm.web.uploads import MAX_BYTES, SHOWN_SIDE, RefusedUploadError, read_picture
+from ltm.web.page import MAX_BYTES, SHOWN_SIDE, RefusedUploadError, read_picture
 
 
 def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:

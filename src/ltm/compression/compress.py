@@ -62,7 +62,7 @@ from ltm.models import (
     split_methods,
 )
 from ltm.processes import local_device
-from ltm.report.comparison import Comparison, block_changes
+from ltm.report.comparison import Comparison, block_changes, verdicts
 from ltm.report.curves import display_name
 from ltm.report.documents import Illustration, illustrate, table_of, write_card, write_report
 from ltm.report.pictures import (
@@ -74,7 +74,6 @@ from ltm.report.pictures import (
     read_pictures,
 )
 from ltm.report.tracing import last_attended_block, trace_models
-from ltm.report.verdicts import verdicts
 
 _DEFAULTS = CompressSettings()
 _FITTING_IMAGES = 64

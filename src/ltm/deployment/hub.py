@@ -18,6 +18,7 @@ from ltm.api import conversion_of, load, report, save
 from ltm.api.saving import CONFIG, WEIGHTS
 from ltm.deployment.information import ModelInformation, describe
 from ltm.extras import require
+from ltm.files import write_text
 
 CARD = "README.md"
 
@@ -45,9 +46,9 @@ def prepare_folder(
     if information.class_names is not None:
         config["label_names"] = list(information.class_names)
     text = json.dumps(config, indent=2, ensure_ascii=False)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    write_text(folder / CONFIG, text + "\n")
     if not (folder / CARD).exists():
-        (folder / CARD).write_text(card(model, information, origin or {}), encoding="utf-8")
+        write_text(folder / CARD, card(model, information, origin or {}))
     return folder
 
 

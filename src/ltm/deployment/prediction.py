@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ltm.api.saving import saved_folder
 from ltm.data.decoding import read_image
@@ -235,8 +236,7 @@ class Detector(ImageModel):
         self.loaded, self.threshold = loaded, threshold
 
     def prepare(self, image: Image.Image) -> Tensor:
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        return pixels.reshape(image.height, image.width, 3).permute(2, 0, 1).float() / 255
+        return pil_to_tensor(image)
 
     @torch.inference_mode()
     def answer(self, images: Sequence[Tensor]) -> list[Answer]:

@@ -2,7 +2,7 @@
 
 `train_detector`, `evaluate_detector` and `predict_objects` do what `ltm detect` and `ltm segment`
 do. Import further names from the modules: `pyramid` (any network as feature maps), `ssdlite`,
-`mask_rcnn`, `cost` (parameters and MACs), `saving`, `score`, `coco`. Only `settings` imports no
+`mask_rcnn`, `saving`, `score` (average precision, parameters and MACs), `coco`. Only `settings` imports no
 torch. The folder needs the extra `detection`, and nothing below `cli` and `deployment` imports it.
 """
 

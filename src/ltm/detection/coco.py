@@ -1,4 +1,4 @@
-"""Images annotated in COCO's format: files checked in full, and data sets for torchvision.
+"""Images annotated in COCO's format: files checked in full, data sets and transforms of them.
 
 Folders and archives in COCO's layout, and generated shapes.
 """
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
+from torchvision.transforms import v2
 
 from ltm.data.folders import FileImages, Files, list_images, open_files
 from ltm.data.images import ImageFiles, UnreadableImages, next_readable
@@ -305,6 +306,66 @@ def _one_of(found: list[str], image: CocoImage, files: Files, split: str) -> str
             f"file_name of image {image.id}; write the folder into file_name"
         )
     return chosen[0]
+
+
+# ImageNet's mean colour, as SSD pads; what is added belongs to no mask.
+_PADDING: dict[type | str, Any] = {tv_tensors.Image: (124, 116, 104), "others": 0}
+
+
+def detection_transforms(
+    training: bool,
+    size: int | tuple[int, int] | None = None,
+    *,
+    crops: bool = True,
+    photometric: bool = True,
+    hflip: float = 0.5,
+) -> JointTransform:
+    """Prepare images (floats from 0 to 1) and targets for torchvision's detectors.
+
+    Boxes that end up smaller than a pixel are dropped.
+
+    Args:
+        training: Whether to vary images; evaluation only resizes.
+        size: Side, or height and width, to resize to; None leaves that to the detector.
+        crops: SSD's zooming out and crops around objects; Mask R-CNN trains without.
+        photometric: Random brightness, contrast, saturation and hue.
+        hflip: Probability of a horizontal flip.
+    """
+    steps: list[nn.Module] = []
+    if training:
+        steps += [v2.RandomPhotometricDistort()] if photometric else []
+        if crops:
+            steps += [v2.RandomZoomOut(fill=_PADDING), v2.RandomIoUCrop()]
+        steps += [v2.RandomHorizontalFlip(hflip)] if hflip else []
+    if size is not None:
+        sides = (size, size) if isinstance(size, int) else size
+        steps.append(v2.Resize(sides, antialias=True))
+    steps += [
+        v2.ClampBoundingBoxes(),
+        v2.SanitizeBoundingBoxes(min_size=1.0, labels_getter=_per_object),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.ToPureTensor(),
+        _MeasureArea(),
+    ]
+    return v2.Compose(steps)
+
+
+def _per_object(inputs: Any) -> Sequence[Tensor]:
+    """Return what has a row per object besides boxes and masks, to be dropped with them."""
+    target = inputs[-1]
+    return tuple(target[name] for name in ("labels", "area", "iscrowd"))
+
+
+class _MeasureArea(nn.Module):
+    """Bring areas up to date with the transformed boxes or masks."""
+
+    def forward(self, image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if "masks" in target:
+            area = target["masks"].sum((1, 2)).float()
+        else:
+            boxes = target["boxes"]
+            area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+        return image, {**target, "area": area}
 
 
 def collate_detection(items: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> DetectionBatch:

@@ -14,14 +14,15 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from ltm.api.saving import saved_folder
 from ltm.data.loading import build_loader
-from ltm.detection.coco import collate_detection, open_detection
-from ltm.detection.cost import DetectorCost, detector_cost
+from ltm.detection.coco import collate_detection, detection_transforms, open_detection
 from ltm.detection.saving import LoadedDetector, load_detector
 from ltm.detection.score import (
     DetectionScores,
+    DetectorCost,
     Result,
     coco_results,
     detect,
+    detector_cost,
     evaluate_detections,
     require_evaluator,
     write_results,
@@ -32,7 +33,6 @@ from ltm.detection.settings import (
     PredictDetectorSettings,
     Task,
 )
-from ltm.detection.transforms import detection_transforms
 from ltm.files import write_metrics
 from ltm.models import changed
 from ltm.processes import local_device

@@ -22,8 +22,7 @@ from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import initLevelMapper
 
-from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, in_full_precision
-from ltm.detection.transforms import clean_batch
+from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, clean_batch, in_full_precision
 
 _FINEST = 8
 """Where a network begins at a coarser stride than this, finer maps are made from its first."""

@@ -1,6 +1,6 @@
 """Any network as a pyramid: feature maps of known channels and strides, for images of any size.
 
-And what all detectors on pyramids share: their config, and heads in full precision.
+And what all detectors on pyramids share: their config, targets, and heads in full precision.
 """
 
 from __future__ import annotations
@@ -8,19 +8,21 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import timm
+import torch
 import torch.nn.functional as F
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerNorm2d
 from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torchvision.ops import clip_boxes_to_image
 
 from ltm.adapters import select_adapter, shrunk_maps
 from ltm.api import image_size_of, load, merge_tokens_
@@ -174,6 +176,43 @@ def in_full_precision(head: M) -> M:
 
 def _to_float(_: nn.Module, __: Any, outputs: Any) -> Any:
     return tree_map(Tensor.float, outputs)
+
+
+_SMALLEST_SIDE = 0.1
+"""Pixels; a thinner box can vanish when the image is resized."""
+
+
+def clean_batch(
+    images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[Tensor], list[dict[str, Tensor]] | None]:
+    """Images from 0 to 1, and their targets, if there are any, cleaned."""
+    images = [float_image(image) for image in images]
+    if targets is None:
+        return images, None
+    pairs = zip(images, targets, strict=True)
+    return images, [clean_target(t, (i.shape[-2], i.shape[-1])) for i, t in pairs]
+
+
+def clean_target(target: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Tensor]:
+    """Boxes clipped to an image of size (height, width), those without area and crowds left out.
+
+    Also whatever belongs to the boxes: labels, and masks if there are any.
+    """
+    boxes = torch.as_tensor(target["boxes"]).as_subclass(Tensor).float().reshape(-1, 4)
+    boxes = clip_boxes_to_image(boxes, size)
+    kept = (boxes[:, 2:] - boxes[:, :2] >= _SMALLEST_SIDE).all(dim=1)
+    if "iscrowd" in target:
+        kept &= ~target["iscrowd"].bool()
+    cleaned = {"boxes": boxes[kept], "labels": target["labels"].long()[kept]}
+    if "masks" in target:
+        cleaned["masks"] = target["masks"].as_subclass(Tensor)[kept]
+    return cleaned
+
+
+def float_image(image: Tensor) -> Tensor:
+    """An image with values from 0 to 1, 8-bit or not before."""
+    image = image.as_subclass(Tensor)
+    return image if image.is_floating_point() else image.float() / 255
 
 
 def build_pyramid(

@@ -1,21 +1,26 @@
-"""Average precision as COCO measures it, of boxes and masks, and its result files."""
+"""What a detector is worth: average precision as COCO measures it, and what an image costs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from ltm.core.cost import evaluating
+from ltm.core.cost import evaluating, meta_copy, meta_images, num_parameters, run_on_meta
 from ltm.data.targets import encode_mask
+from ltm.detection.mask_rcnn import MaskRCNN, padded
+from ltm.detection.pyramid import Size
+from ltm.detection.ssdlite import SSDLite
 from ltm.extras import require
 from ltm.files import write_text
+from ltm.processes import gather_objects
 
 Result = dict[str, Any]
 """One detection as COCO writes it: image_id, category_id, score, bbox, and maybe segmentation."""
@@ -103,7 +108,11 @@ def detect(
                 # Where an image cannot be read, another one takes its place and comes twice.
                 image_id = int(target["image_id"])
                 results[image_id] = coco_results(image_id, prediction, category_ids)
-    return [result for found in _gather(results).values() for result in found]
+    # An image that several processes saw counts once.
+    once = {
+        image_id: found for share in gather_objects(results) for image_id, found in share.items()
+    }
+    return [result for found in once.values() for result in found]
 
 
 def coco_results(
@@ -156,10 +165,73 @@ def _check_results(annotations: Mapping[str, Any], results: Sequence[Result], ki
             raise ValueError(f"annotation {number}: segmentation is missing, and masks need it")
 
 
-def _gather(results: dict[int, list[Result]]) -> dict[int, list[Result]]:
-    """Every image's results, once, whichever processes saw it."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return results
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, results)
-    return {image_id: found for share in shares for image_id, found in share.items()}
+# --- Parameters and MACs, counted on `meta`: nothing is run ------------------------------------
+
+_PROPOSALS = 1000
+_DETECTIONS = 100
+
+
+@dataclass(frozen=True)
+class DetectorCost:
+    """What a detector costs for one image. Pooling of regions, sorting and suppression are free."""
+
+    num_parameters: int
+    macs: int
+    parts: dict[str, int]
+    """MACs by part."""
+    image_size: Size
+    note: str
+
+    @property
+    def gmacs(self) -> float:
+        """Billions of multiply-adds."""
+        return self.macs / 1e9
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {macs / 1e9:.3f}" for name, macs in self.parts.items())
+        return (
+            f"{self.num_parameters / 1e6:.2f} M parameters, {self.gmacs:.3f} GMACs at "
+            f"{self.image_size[0]} x {self.image_size[1]} ({parts}); {self.note}"
+        )
+
+
+def detector_cost(model: nn.Module) -> DetectorCost:
+    """The cost of a detector at its own image size."""
+    size, parts, note = _parts(model)
+    return DetectorCost(num_parameters(model), sum(parts.values()), parts, size, note)
+
+
+@singledispatch
+def _parts(model: nn.Module) -> tuple[Size, dict[str, int], str]:
+    raise ValueError(f"model: got {type(model).__name__}; SSDLite or MaskRCNN is needed.")
+
+
+@_parts.register
+def _ssdlite(model: SSDLite) -> tuple[Size, dict[str, int], str]:
+    shadow: Any = meta_copy(model)
+    backbone, maps = _counted(shadow.backbone, meta_images(shadow.backbone, model.image_size))
+    head, _ = _counted(shadow.head, list(maps.values()))
+    return model.image_size, {"backbone": backbone, "head": head}, "suppression not counted"
+
+
+@_parts.register
+def _mask_rcnn(model: MaskRCNN) -> tuple[Size, dict[str, int], str]:
+    size = (padded(model.image_size[0]), padded(model.image_size[1]))
+    shadow: Any = meta_copy(model)
+    heads = shadow.roi_heads
+    backbone, maps = _counted(shadow.backbone, meta_images(shadow.backbone, size))
+    rpn, _ = _counted(shadow.rpn.head, list(maps.values()))
+    width, device = shadow.backbone.out_channels, "meta"
+    regions = torch.empty(_PROPOSALS, width, 7, 7, device=device)
+    box, _ = _counted(nn.Sequential(heads.box_head, heads.box_predictor), regions)
+    regions = torch.empty(_DETECTIONS, width, 14, 14, device=device)
+    mask, _ = _counted(nn.Sequential(heads.mask_head, heads.mask_predictor), regions)
+    parts = {"backbone": backbone, "proposals": rpn, "boxes": box, "masks": mask}
+    note = f"{_PROPOSALS} proposals, {_DETECTIONS} masks; pooling and suppression not counted"
+    return size, parts, note
+
+
+def _counted(module: nn.Module, inputs: Any) -> tuple[int, Any]:
+    with FlopCounterMode(display=False) as counter:
+        out = run_on_meta(module, inputs)
+    return counter.get_total_flops() // 2, out

@@ -14,8 +14,7 @@ from torchvision.models.detection.ssd import SSD
 from torchvision.models.detection.ssdlite import SSDLiteHead
 from torchvision.ops import Conv2dNormActivation
 
-from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, in_full_precision
-from ltm.detection.transforms import clean_batch
+from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, clean_batch, in_full_precision
 
 _STRIDES = (16, 32)
 _EXTRA_CHANNELS = (512, 256, 256, 128)

@@ -13,27 +13,31 @@ from torch import nn
 from ltm.api import merging_network, report
 from ltm.data.loading import Loader, build_loader
 from ltm.data.shapes import ShapesDetection
-from ltm.detection.coco import CocoDetection, DetectionBatch, collate_detection, open_detection
-from ltm.detection.cost import detector_cost
+from ltm.detection.coco import (
+    CocoDetection,
+    DetectionBatch,
+    collate_detection,
+    detection_transforms,
+    open_detection,
+)
 from ltm.detection.pyramid import DetectorConfig
 from ltm.detection.saving import DETECTORS, save_detector
 from ltm.detection.score import (
     DetectionScores,
     Result,
     detect,
+    detector_cost,
     evaluate_detections,
     require_evaluator,
     write_results,
 )
 from ltm.detection.settings import DetectionSettings, find_detection_recipe
-from ltm.detection.transforms import detection_transforms
 from ltm.models import Say, silent
 from ltm.training.fabric import Fabric
-from ltm.training.log import EpochRow, Panel
 from ltm.training.network import method_config
 from ltm.training.run import Resume, TrainResult, run_task
 from ltm.training.settings import with_options
-from ltm.training.task import BatchLoss, Means, Outcome, Step, Task
+from ltm.training.task import BatchLoss, EpochRow, Means, Outcome, Panel, Step, Task
 
 _Dataset = CocoDetection | ShapesDetection
 

@@ -2,8 +2,7 @@
 
 | module | holds |
 |---|---|
-| `verdicts` | the sentences of a report, the headline first |
-| `comparison` | what a report tells: networks side by side |
+| `comparison` | what a report tells: networks side by side, and sentences, the headline first |
 | `documents` | `report.html` and the model card |
 | `curves` | accuracy against cost; tokens and bottleneck by block |
 | `pictures` | merge weights and groups over images, films |

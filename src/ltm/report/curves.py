@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -121,11 +122,14 @@ def _number_blocks(axes: Axes) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """Above the data, where nothing can hide behind it."""
+    """Above the data, where nothing can hide behind it; markers without their intervals."""
+    handles, labels = axes.get_legend_handles_labels()
     axes.legend(
+        [h.lines[0] if isinstance(h, ErrorbarContainer) else h for h in handles],
+        labels,
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
-        ncols=min(5, len(axes.get_legend_handles_labels()[1])),
+        ncols=min(5, len(labels)),
         frameon=False,
         fontsize=9,
         handletextpad=0.4,

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 
 from ltm.evaluation.latency import BASE, Timing
 from ltm.evaluation.measurement import Measurement
-from ltm.report.comparison import Comparison
+from ltm.files import write_text
+from ltm.report.comparison import Comparison, verdicts
 from ltm.report.curves import (
     Point,
     accuracy_figure,
@@ -38,7 +39,6 @@ from ltm.report.pictures import (
     weights_figure,
 )
 from ltm.report.tracing import Traces
-from ltm.report.verdicts import verdicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def write_report(
 ) -> Path:
     """Write the report of a comparison into a folder."""
     path = folder / "report.html"
-    path.write_text(render_report(comparison, pictures), encoding="utf-8")
+    write_text(path, render_report(comparison, pictures))
     return path
 
 
@@ -293,7 +293,7 @@ def write_card(
         method=display_name(comparison.method),
     )  # fmt: skip
     path = folder / "README.md"
-    path.write_text(_shortened(text.strip(), given) + "\n", encoding="utf-8")
+    write_text(path, _shortened(text.strip(), given) + "\n")
     return path
 
 

@@ -10,7 +10,7 @@
   or many (`fabric`, on Lightning), the state of a checkpoint. It knows no labels, boxes or methods.
 - What a method does in training it says itself (`ltm.methods.base`): learning rates of its
   parameters, a loss of its own, noise, class statistics.
-- A run (`run`) is a folder: `config.yaml`, `checkpoints/` (`checkpoint`), `log.csv` (`log`),
+- A run (`run`) is a folder: `config.yaml`, `checkpoints/` (`checkpoint`), `log.csv`,
   `metrics.json`, `curves.png`, and `model/` of the best epoch. An epoch depends on nothing but the
   state before it, so a run that was stopped resumes bit for bit.
 - Settings (`settings`) are frozen values in groups; YAML files, options of the commands and keyword

@@ -38,7 +38,6 @@ from ltm.methods.base import Site
 from ltm.models import Say
 from ltm.processes import sum_over_processes
 from ltm.training.fabric import Fabric, in_step
-from ltm.training.log import EpochRow, Panel
 from ltm.training.network import (
     Built,
     build,
@@ -56,7 +55,7 @@ from ltm.training.objective import (
     take_statistics_,
 )
 from ltm.training.settings import TrainSettings
-from ltm.training.task import BatchLoss, Means, Outcome, Step, Task
+from ltm.training.task import BatchLoss, EpochRow, Means, Outcome, Panel, Step, Task
 from ltm.training.trainable import choose_trainable_
 
 FITTING_IMAGES = 256

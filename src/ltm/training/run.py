@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +22,10 @@ from ltm.models import ModelSource, Network, Say, changed, plain, silent, source
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.classification import Classification
 from ltm.training.fabric import Fabric, first_alone, make_fabric, placed
-from ltm.training.log import EpochRow, RunLog, draw_curves, write_rows
 from ltm.training.network import saved_architecture
 from ltm.training.recipes import FINETUNE, SCRATCH, starting_settings
 from ltm.training.settings import TrainSettings, read_settings, to_yaml, with_options
-from ltm.training.task import Task
+from ltm.training.task import EpochRow, Task
 from ltm.training.trainable import without_lora
 from ltm.training.trainer import Trainer
 
@@ -319,3 +321,80 @@ def _explained(checkpoints: Checkpoints, say: Say, *, kept: bool) -> Iterator[No
         left = f"the checkpoint of epoch {last.epoch} is kept" if last else "nothing was kept yet"
         say(f"stopped: {left}; continue with --resume auto")
         raise SystemExit(130) from None
+
+
+# --- The log: a table, curves, and a line on the console ------------------------------------------
+
+
+class RunLog:
+    """The rows of a run; with a folder also `log.csv`, and TensorBoard's files where installed."""
+
+    def __init__(self, rows: Sequence[EpochRow], say: Say, folder: Path | None) -> None:
+        self.rows, self.say = list(rows), say
+        self._folder = folder
+        self._board: Any = None
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """All rows as plain values."""
+        return [asdict(row) for row in self.rows]
+
+    def add(self, row: EpochRow, epochs: int) -> None:
+        """Log an epoch."""
+        self.rows.append(row)
+        if self._folder is not None:
+            write_rows(self.rows, self._folder / "log.csv")
+            self._write_board(row, self._folder)
+        recent = self.rows[-5:]
+        seconds = sum(r.train_seconds + r.statistics_seconds + r.val_seconds for r in recent)
+        self.say(row.line(epochs, (epochs - row.epoch) * seconds / len(recent)))
+
+    def close(self) -> None:
+        """Close files."""
+        if self._board is not None:
+            self._board.close()
+
+    def _write_board(self, row: EpochRow, folder: Path) -> None:
+        if self._board is None:
+            with suppress(ImportError):
+                from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
+
+                self._board = SummaryWriter(str(folder / "tensorboard"))
+        if self._board is None:
+            return
+        for name, value in asdict(row).items():
+            if isinstance(value, float) and math.isfinite(value):
+                self._board.add_scalar(name.replace("_", "/", 1), value, row.epoch)
+        self._board.flush()
+
+
+def write_rows(rows: Sequence[EpochRow], path: Path) -> None:
+    """Write the whole table: a resumed run drops the rows that it repeats."""
+    text = StringIO()
+    names = [column.name for column in fields(rows[0])]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_text(path, text.getvalue())
+
+
+def draw_curves(rows: Sequence[EpochRow], path: Path) -> None:
+    """Losses and scores by epoch."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second that most runs lack
+
+    panels = rows[0].panels
+    figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
+    first = next((row.epoch for row in rows if row.merging), rows[0].epoch)
+    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for label, column in panel.columns.items():
+            points = [(row.epoch, getattr(row, column)) for row in rows]
+            points = [(epoch, panel.scale * value) for epoch, value in points if value is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="." * (len(points) < 50), label=label)
+        axes.set(xlabel="epoch", ylabel=panel.axis)
+        axes.spines[["top", "right"]].set_visible(False)
+        if first > rows[0].epoch:
+            axes.axvline(first, linewidth=0.8, linestyle=":", color="grey")
+        if len(axes.lines) and len(panel.columns) > 1:
+            axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)

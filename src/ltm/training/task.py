@@ -1,4 +1,4 @@
-"""What one kind of training is: its data, its network, its loss and its score.
+"""What one kind of training is: its data, its network, its loss, its score and its log's columns.
 
 The `Trainer` knows none of these, and a `Task` knows no loop, optimiser or checkpoint.
 """
@@ -18,7 +18,62 @@ from ltm.data.loading import Loader
 from ltm.models import Say
 from ltm.processes import sum_over_processes
 from ltm.training.fabric import Fabric
-from ltm.training.log import EpochRow
+
+
+class Panel(NamedTuple):
+    """One diagram of the curves: its axis, and the columns that it shows, by label."""
+
+    axis: str
+    columns: Mapping[str, str]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRow:
+    """One epoch. Shares and scores are between 0 and 1; what does not apply is None."""
+
+    epoch: int
+    """Epochs finished, from 1."""
+    merging: bool
+    lr: float
+    noise: float
+    train_loss: float
+    train_seconds: float = 0.0
+    statistics_seconds: float = 0.0
+    val_seconds: float = 0.0
+    images_per_second: float = 0.0
+    """Training images of all processes."""
+
+    panels: ClassVar[Sequence[Panel]] = ()
+
+    @property
+    def score(self) -> float | None:
+        """What the best epoch is chosen by; None where the epoch has no part in that."""
+        raise NotImplementedError
+
+    @property
+    def remark(self) -> str:
+        """What the next epoch's progress bar says about this one."""
+        return ""
+
+    def numbers(self) -> list[str]:
+        """What the console shows of the epoch."""
+        raise NotImplementedError
+
+    def line(self, epochs: int, seconds_left: float) -> str:
+        """The epoch in one line."""
+        speed = self.images_per_second
+        parts = [f"epoch {self.epoch}/{epochs}", f"loss {self.train_loss:.4f}", *self.numbers()]
+        parts += [] if self.merging else ["not merging"]
+        parts.append(f"{speed:.0f} images/s" if speed >= 100 else f"{speed:.1f} images/s")
+        return "  ".join([*parts, f"{_duration(seconds_left)} left"])
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}"
 
 
 class Step(NamedTuple):

@@ -28,7 +28,6 @@ from ltm.processes import sum_over_processes
 from ltm.progress import progress_bar
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.fabric import Fabric, average_running_statistics_, first_alone
-from ltm.training.log import EpochRow
 from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.optimisation import (
     AveragedWeights,
@@ -36,7 +35,7 @@ from ltm.training.optimisation import (
     make_optimizer,
     make_schedule,
 )
-from ltm.training.task import BatchLoss, Means, Step, Task
+from ltm.training.task import BatchLoss, EpochRow, Means, Step, Task
 from ltm.training.trainable import annealed_noise, set_noise_, train_mode_
 
 _SHOW_EVERY = 20

@@ -3,9 +3,8 @@
 | module | holds |
 |---|---|
 | `server` | serves the page |
-| `page` | its controls, and what they call |
+| `page` | its controls, what they call, and which uploads it takes |
 | `networks` | the networks that can be looked at, and their merging copies |
 | `inspection` | all that is known about one picture |
 | `rendering` | pictures and tables of it |
-| `uploads` | pictures from visitors, checked |
 """

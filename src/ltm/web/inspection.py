@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ltm.adapters.base import Layout
 from ltm.api import conversion_of
-from ltm.core.cost import meta_copy, meta_images
+from ltm.core.cost import meta_copy, meta_images, run_on_meta
 from ltm.core.schedule import Grid
 from ltm.evaluation.latency import interleaved, speedup, spread, verdict
 from ltm.report.pictures import Pixels, prepare
@@ -100,9 +100,9 @@ _COUNTED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 def _macs(model: nn.Module, size: tuple[int, int]) -> dict[str, int]:
     """MACs of every module by its path, counted once; "" is the whole."""
     if model not in _COUNTED:
-        shadow = meta_copy(model).eval()
+        shadow = meta_copy(model)
         with FlopCounterMode(display=False) as counter:
-            shadow(meta_images(shadow, size))
+            run_on_meta(shadow, meta_images(shadow, size))
         root = type(shadow).__name__
         found = {"": counter.get_total_flops() // 2}
         for path, operations in counter.get_flop_counts().items():

@@ -22,7 +22,6 @@ from ltm.extras import require
 from ltm.models import ModelSource, Say, silent
 from ltm.web.networks import Network, Networks, embedded_network, own_network
 from ltm.web.settings import ServeSettings
-from ltm.web.uploads import MAX_BYTES
 
 _THREADS = 4
 """Pictures are looked at one after the other; further threads would only wait."""
@@ -97,7 +96,7 @@ def serving(
         os.environ["GRADIO_CHECK_UPDATES"] = "False"
         gr = require("gradio", extra="web")
         from ltm.data.shapes import example_pictures  # noqa: PLC0415
-        from ltm.web.page import Handlers, build_page  # noqa: PLC0415
+        from ltm.web.page import MAX_BYTES, Handlers, build_page  # noqa: PLC0415
         from ltm.web.rendering import CSS  # noqa: PLC0415
 
         handlers = Handlers(networks, example_pictures(6))
