@@ -2,8 +2,9 @@
 
 `train_detector`, `evaluate_detector` and `predict_objects` do what `ltm detect` and `ltm segment`
 do. Import further names from the modules: `pyramid` (any network as feature maps), `ssdlite`,
-`mask_rcnn`, `saving`, `score` (average precision, parameters and MACs), `coco`. Only `settings` imports no
-torch. The folder needs the extra `detection`, and nothing below `cli` and `deployment` imports it.
+`mask_rcnn`, `saving`, `score` (average precision, parameters, MACs), `coco` (data). Only `settings`
+imports no torch. The folder needs the extra `detection`, and nothing below `cli` and `deployment`
+imports it.
 """
 
 from typing import TYPE_CHECKING
