@@ -576,10 +576,10 @@ def create_model(
     except Exception as error:  # networks and hubs fail in ways of their own
         if pretrained:
             raise ValueError(
-                f"the pretrained weights of {name} could not be fetched ({first_line(error)}): "
+                f"the pretrained weights of {name} could not be fetched ({_first_line(error)}): "
                 "check the network, or give --weights FILE"
             ) from error
-        raise ValueError(f"model {name} cannot be made: {first_line(error)}") from error
+        raise ValueError(f"model {name} cannot be made: {_first_line(error)}") from error
 
 
 class ArgumentsError(ValueError):
@@ -760,7 +760,7 @@ def _read_file(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
         raise ValueError(
-            f"weights {path} cannot be read ({first_line(error)}): the file is damaged, or holds "
+            f"weights {path} cannot be read ({_first_line(error)}): the file is damaged, or holds "
             "more than tensors; copy it again or save its state dict"
         ) from error
 
@@ -815,7 +815,7 @@ def head_parameters(model: nn.Module) -> frozenset[str]:
     return frozenset(n for n, _ in model.named_parameters() if n.startswith(prefixes))
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """Return an error's first line, which fits into a sentence."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 

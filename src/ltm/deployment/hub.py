@@ -20,7 +20,7 @@ from ltm.deployment.information import ModelInformation, describe
 from ltm.extras import require
 from ltm.files import write_text
 
-CARD = "README.md"
+_CARD = "README.md"
 
 _FOREIGN = ("url", "hf_hub_id", "hf_hub_filename", "file", "source", "custom_load", "tag")
 
@@ -47,8 +47,8 @@ def prepare_folder(
         config["label_names"] = list(information.class_names)
     text = json.dumps(config, indent=2, ensure_ascii=False)
     write_text(folder / CONFIG, text + "\n")
-    if not (folder / CARD).exists():
-        write_text(folder / CARD, card(model, information, origin or {}))
+    if not (folder / _CARD).exists():
+        write_text(folder / _CARD, card(model, information, origin or {}))
     return folder
 
 
@@ -111,8 +111,8 @@ def push_to_hub(
         folder = Path(temporary)
         prepare_folder(model, folder, class_names=class_names, origin=origin)
         made = api.create_repo(repository, private=private, exist_ok=True)
-        if api.file_exists(made.repo_id, CARD):
-            (folder / CARD).unlink()  # The repository's own card is kept.
+        if api.file_exists(made.repo_id, _CARD):
+            (folder / _CARD).unlink()  # The repository's own card is kept.
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
     return str(made)
 

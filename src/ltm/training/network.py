@@ -17,6 +17,7 @@ from ltm.api.saving import (
     telling_names,
     write_weights,
 )
+from ltm.core.cost import num_parameters
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.files import write_json
 from ltm.methods import MethodConfig
@@ -199,5 +200,5 @@ def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | N
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """How many parameters train, and how many there are."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained, num_parameters(model)

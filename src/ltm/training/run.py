@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ltm.api import merging_network
+from ltm.core.cost import num_parameters
 from ltm.data.datasets import Splits
 from ltm.files import check_folder, write_json, write_text
 from ltm.models import ModelSource, Network, Say, changed, plain, silent, source_of
@@ -231,7 +232,7 @@ def _finish(
         **done.metrics,
         "epoch": best.epoch,
         "epochs": log.rows[-1].epoch,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": num_parameters(model),
         "seconds_per_epoch": sum(row.train_seconds for row in log.rows) / len(log.rows),
     }
     result = TrainResult(

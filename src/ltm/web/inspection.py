@@ -18,7 +18,7 @@ from ltm.core.schedule import Grid
 from ltm.evaluation.latency import interleaved, speedup, spread, verdict
 from ltm.report.pictures import Pixels, prepare
 from ltm.report.tracing import SiteMap, at_block, trace
-from ltm.web.networks import Network
+from ltm.web.networks import ShownNetwork
 
 _TOP = 5
 
@@ -69,7 +69,7 @@ class Inspection:
 
 @torch.inference_mode()
 def inspect(
-    network: Network, merging: nn.Module, picture: Image.Image, *, rounds: int = 7
+    network: ShownNetwork, merging: nn.Module, picture: Image.Image, *, rounds: int = 7
 ) -> Inspection:
     """Run a picture through the original and the merging network; `rounds=0` times nothing."""
     scenes = prepare([picture], ["picture"], network.spec)
@@ -142,7 +142,7 @@ def _halved(grid: Grid, times: int) -> Grid:
 
 
 def _layers(
-    network: Network,
+    network: ShownNetwork,
     left: Sequence[SiteMap],
     before: dict[str, int],
     after: dict[str, int],

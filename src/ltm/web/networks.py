@@ -39,7 +39,7 @@ KEPT = 12
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Network:
+class ShownNetwork:
     """A network that merges nothing yet, and what it takes and says."""
 
     name: str
@@ -68,7 +68,7 @@ class Network:
         return select_adapter(shadow).layout(shadow, self.spec.size)
 
 
-def own_network(model: nn.Module, source: ModelSource, given: InputSettings) -> Network:
+def own_network(model: nn.Module, source: ModelSource, given: InputSettings) -> ShownNetwork:
     """A network that somebody brought, with what is known about its images and classes."""
     known = known_about(model, given, run=source.run)
     return as_network(name_of(source), model, known.spec, known.class_names)
@@ -80,13 +80,13 @@ def as_network(
     spec: ImageSpec,
     class_names: tuple[str, ...] | None,
     sample: Tensor | None = None,
-) -> Network:
+) -> ShownNetwork:
     """A network of one's own, converted or not."""
     names = class_names or tuple(f"class {index}" for index in range(num_classes_of(model)))
     saved, original = None, model
     if is_merging(model):
         saved, original = model.eval(), unmerged_copy(model, share_weights=True)
-    return Network(
+    return ShownNetwork(
         name=name,
         model=original.eval(),
         spec=spec,
@@ -99,7 +99,7 @@ def as_network(
 class Networks:
     """The networks of a page by name, and their merging copies; threads may share it."""
 
-    def __init__(self, by_name: Mapping[str, Network], kept: int = KEPT) -> None:
+    def __init__(self, by_name: Mapping[str, ShownNetwork], kept: int = KEPT) -> None:
         self.by_name = by_name
         self._lock = threading.Lock()
         self._made = lru_cache(kept)(self._make)
@@ -125,7 +125,7 @@ class Networks:
             fit_(model, network.sample[:number], tolerance=0.03)
         return model
 
-    def __getitem__(self, name: str) -> Network:
+    def __getitem__(self, name: str) -> ShownNetwork:
         if name not in self.by_name:
             raise ValueError(f"model: got {name}; known are {', '.join(self.by_name)}.")
         return self.by_name[name]
@@ -191,7 +191,7 @@ def weights_path(name: str) -> Path:
     return Path(__file__).with_name("weights") / f"{name.lower()}.safetensors"
 
 
-def embedded_network(name: str) -> Network:
+def embedded_network(name: str) -> ShownNetwork:
     """A network of the package, by its short name."""
     if name not in EMBEDDED:
         raise ValueError(f"embedded is {name}: known are {', '.join(EMBEDDED)}")

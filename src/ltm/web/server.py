@@ -20,7 +20,7 @@ from typing import Any
 
 from ltm.extras import require
 from ltm.models import ModelSource, Say, silent
-from ltm.web.networks import Network, Networks, embedded_network, own_network
+from ltm.web.networks import Networks, ShownNetwork, embedded_network, own_network
 from ltm.web.settings import ServeSettings
 
 _THREADS = 4
@@ -65,7 +65,7 @@ def serve(source: ModelSource, settings: ServeSettings, *, say: Say = silent) ->
     return {**counts, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _networks(source: ModelSource, settings: ServeSettings) -> list[Network]:
+def _networks(source: ModelSource, settings: ServeSettings) -> list[ShownNetwork]:
     if source.run is None and source.model is None:
         if not settings.embedded:
             raise ValueError("embedded: there is no network to show; name one, or give --run")
