@@ -48,7 +48,8 @@ def settings_of(
         f"shapes:classes={arguments.classes},size={arguments.size},images={arguments.images},"
         f"val_images={arguments.val_images}"
     )
-    warm = max(1, round(arguments.epochs * arguments.warm))
+    # At least one epoch merges.
+    warm = min(max(1, round(arguments.epochs * arguments.warm)), arguments.epochs - 1)
     model = replace(
         recipe.model,
         model_args=tuple(

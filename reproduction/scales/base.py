@@ -60,15 +60,39 @@ class Backbone:
     """There is a row with token merging too."""
 
 
+def _papers(label: str, name: str, *, merges: bool = False) -> Backbone:
+    return Backbone(label=label, stands_for=label, name=name, merges=merges)
+
+
+DETECTORS = (
+    _papers("MobileNetv3", "mobilenetv3_large_100"),
+    _papers("MobileNetv2", "mobilenetv2_100"),
+    _papers("MobileNetv1", "mobilenetv1_100"),
+    _papers("MixNet", "mixnet_m"),
+    _papers("MNASNet", "mnasnet_100"),
+    _papers("MobileViT-XS", "mobilevit_xs", merges=True),
+    _papers("MobileViT-S", "mobilevit_s", merges=True),
+    _papers("EfficientViT", "efficientvit_b1", merges=True),
+)
+"""The paper's backbones of detectors."""
+SEGMENTERS = (
+    _papers("EViT", "efficientvit_m4"),
+    _papers("EfficientViT-B1", "efficientvit_b1", merges=True),
+)
+"""The paper's backbones of instance segmentation."""
+RATIOS = tuple(round(0.95 - 0.05 * step, 2) for step in range(12))
+"""The paper's compression ratios."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Everything that the declared tables leave open."""
+    """Everything that the declared tables leave open; defaults are the paper's."""
 
     name: ScaleName
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of rows that take part in a comparison."""
-    ratio: float
-    peer_ratio: float
+    ratio: float = 0.7
+    peer_ratio: float = 0.75
     finetune: tuple[Network, ...]
     finetune_epochs: tuple[int, ...]
     scratch: tuple[Network, ...]
@@ -77,7 +101,7 @@ class Scale:
     pruning_steps: int
     sweep: Network
     sweep_scratch: Network | None
-    ratios: tuple[float, ...]
+    ratios: tuple[float, ...] = RATIOS
     scratch_ratios: tuple[float, ...]
     bottleneck: tuple[Network, ...]
     bottleneck_epochs: tuple[int, ...]
@@ -87,7 +111,7 @@ class Scale:
     """Of whose layers one keeps another share."""
     layer_share: float
     """What every layer but one keeps of its tokens."""
-    layer_ratios: tuple[float, ...]
+    layer_ratios: tuple[float, ...] = (0.3, 0.5, 0.7, 0.9)
     """What that one keeps, in turn."""
     layer_epochs: int
     losses: tuple[Network, ...]
@@ -97,13 +121,13 @@ class Scale:
     transfer_tune: TrainSettings
     """How all of a network is trained on other classes."""
     races: tuple[Network, ...]
-    batch_sizes: tuple[int, ...]
-    table_batch: int
+    batch_sizes: tuple[int, ...] = (1, 8, 32, 128, 512)
+    table_batch: int = 128
     """Batch of the milliseconds in tables."""
-    race_mode: str
-    race_dtype: str
+    race_mode: str = "cudagraph"
+    race_dtype: str = "fp16"
     race_rounds: int
-    detectors: tuple[Backbone, ...]
+    detectors: tuple[Backbone, ...] = DETECTORS
     detection: DetectionSettings
-    segmenters: tuple[Backbone, ...]
+    segmenters: tuple[Backbone, ...] = SEGMENTERS
     segmentation: DetectionSettings

@@ -10,10 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ltm.data.config import AugmentConfig, DataConfig
-from ltm.detection.settings import (
-    RECIPES,
-    DetectionSettings,
-)
+from ltm.detection.settings import RECIPES, DetectionSettings
 from ltm.models import changed
 from ltm.training.settings import (
     MergeSettings,
@@ -24,12 +21,13 @@ from ltm.training.settings import (
     TuneSettings,
 )
 from reproduction.paper_numbers import printed_shares
-from reproduction.scales.base import Backbone, Layered, Network, Scale, Sources
+from reproduction.scales.base import DETECTORS, Layered, Network, Scale, Sources
 
 _EPOCHS = 10
 _RUN = RunSettings(precision="bf16", channels_last=True, keep_every=_EPOCHS // 3)
 _TUNING_IMAGES = 5000
 """An epoch of mask modules, which have few parameters, draws so many of the training images."""
+_DETECTORS = ("MobileNetv3", "MobileNetv2", "MNASNet", "MobileViT-XS", "EfficientViT")
 _SHAPES = "shapes:size=128,images=2000,val_images=500,classes=5"
 
 
@@ -49,9 +47,6 @@ def small_scale(sources: Sources) -> Scale:
     as_larger = replace(mobilevit, stands_for="MobileViT-S")  # which some tables are about
     return Scale(
         name="small",
-        seeds=(0, 1, 2),
-        ratio=0.7,
-        peer_ratio=0.75,
         finetune=(vit, mobilevit),
         finetune_epochs=(1, 5, 10),
         scratch=(mobilevit, efficientvit, swin, vit_scratch),
@@ -59,7 +54,6 @@ def small_scale(sources: Sources) -> Scale:
         pruning_steps=150,
         sweep=vit,
         sweep_scratch=vit_scratch,
-        ratios=tuple(round(0.95 - 0.05 * step, 2) for step in range(12)),
         scratch_ratios=(0.9, 0.7, 0.5),
         bottleneck=(as_larger, vit),
         bottleneck_epochs=(1, 10),
@@ -67,7 +61,6 @@ def small_scale(sources: Sources) -> Scale:
         # MobileViT's last maps have 2x2 tokens at this size: nothing to choose from.
         layers=Layered(network=vit, num_layers=12),
         layer_share=0.9,
-        layer_ratios=(0.3, 0.5, 0.7, 0.9),
         layer_epochs=1,
         losses=(mobilevit, efficientvit),
         heatmap=vit,
@@ -77,32 +70,9 @@ def small_scale(sources: Sources) -> Scale:
             vit, sources.transfer or _SHAPES.replace("classes=5", "classes=20")
         ),
         races=(vit, mobilevit),
-        batch_sizes=(1, 8, 32, 128, 512),
-        table_batch=128,
-        race_mode="cudagraph",
-        race_dtype="fp16",
         race_rounds=9,
-        detectors=(
-            Backbone(label="MobileNetv3", stands_for="MobileNetv3", name="mobilenetv3_large_100"),
-            Backbone(label="MobileNetv2", stands_for="MobileNetv2", name="mobilenetv2_100"),
-            Backbone(label="MNASNet", stands_for="MNASNet", name="mnasnet_100"),
-            Backbone(
-                label="MobileViT-XS", stands_for="MobileViT-XS", name="mobilevit_xs", merges=True
-            ),
-            Backbone(
-                label="EfficientViT", stands_for="EfficientViT", name="efficientvit_b1", merges=True
-            ),
-        ),
+        detectors=tuple(backbone for backbone in DETECTORS if backbone.label in _DETECTORS),
         detection=_scenes("shapes_ssdlite", sources.coco, 20, 32),
-        segmenters=(
-            Backbone(label="EViT", stands_for="EViT", name="efficientvit_m4"),
-            Backbone(
-                label="EfficientViT-B1",
-                stands_for="EfficientViT-B1",
-                name="efficientvit_b1",
-                merges=True,
-            ),
-        ),
         segmentation=_scenes("shapes_mask_rcnn", sources.coco, 10, 16),
     )
 

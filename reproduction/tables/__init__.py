@@ -5,9 +5,10 @@ from reproduction.tables import bottlenecks, classification, detection, suppleme
 from reproduction.tables.base import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
+    made.name: made
     for module in (classification, detection, bottlenecks, supplement)
-    for experiment in module.EXPERIMENTS
+    for made in vars(module).values()
+    if isinstance(made, Experiment)
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from reproduction.jobs import Job
@@ -95,7 +96,7 @@ class Table:
         return next(column for column in self.columns if column.name == name)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Experiment:
     """A table or figure of the paper, and how to declare it at a scale."""
 
@@ -104,6 +105,13 @@ class Experiment:
     """The paper's table or figure."""
     title: str
     declare: Callable[[Scale], Table]
+
+
+def experiment(
+    name: str, *, item: str, title: str
+) -> Callable[[Callable[[Scale], Table]], Experiment]:
+    """Make the function below the declaration of an experiment."""
+    return partial(Experiment, name, item, title)
 
 
 PARAMETERS = Column(name="params (M)")
@@ -125,9 +133,20 @@ def cell(measure: str, jobs: Iterable[Job], of: Of = None) -> Cell:
     return Cell(jobs=tuple(dict.fromkeys(jobs)), measure=measure, of=of)
 
 
-def row(experiment: str, label: str, paper_label: str, cells: Mapping[str, Cell]) -> Row:
+def gmacs(jobs: Sequence[Job]) -> dict[str, Cell]:
+    """MACs, which all seeds share."""
+    return {GMACS.name: cell("gmacs", jobs[:1])}
+
+
+def sizes(jobs: Sequence[Job], *, macs_vary: bool = False) -> dict[str, Cell]:
+    """Parameters, and MACs: the mean over the seeds where they vary."""
+    macs = {GMACS.name: cell("gmacs", jobs)} if macs_vary else gmacs(jobs)
+    return {PARAMETERS.name: cell("parameters", jobs[:1])} | macs
+
+
+def row(table: str, label: str, paper_label: str, cells: Mapping[str, Cell]) -> Row:
     """A row with the paper's numbers beside it."""
-    numbers = paper_numbers(experiment).get(paper_label, {})
+    numbers = paper_numbers(table).get(paper_label, {})
     return Row(label=label, cells=cells, paper=numbers, paper_label=paper_label)
 
 

@@ -12,13 +12,14 @@ from reproduction.tables.base import (
     Cell,
     Claim,
     Column,
-    Experiment,
     Picture,
     Row,
     Table,
     cell,
     claim,
     epoch_notes,
+    experiment,
+    gmacs,
     informations,
     number_of_epochs,
     row,
@@ -29,7 +30,7 @@ from reproduction.tables.shared_jobs import (
     base_from_scratch,
     bottleneck,
     label,
-    paper_label,
+    method_row,
     scratch_jobs,
     tuned,
 )
@@ -51,6 +52,7 @@ def _claims(rows: list[Row], network: Network, column: str, other_column: str) -
     ]
 
 
+@experiment("ib-finetune", item="Table 6", title="IB loss and bound, fine-tuned")
 def _finetuned(scale: Scale) -> Table:
     """Bottleneck of base, ToMe, LTMP and LTM, fine-tuned."""
     epochs = scale.bottleneck_epochs
@@ -59,15 +61,13 @@ def _finetuned(scale: Scale) -> Table:
     for network in scale.bottleneck:
         for method in ("none", "tome"):
             jobs = untrained_jobs(network, method, scale)
-            cells = {GMACS.name: cell("gmacs", jobs[:1])} | _cells(jobs, " @0")
-            names = label(method, network), paper_label(method, network)
-            rows.append(row("ib-finetune", *names, cells))
+            cells = gmacs(jobs) | _cells(jobs, " @0")
+            rows.append(method_row("ib-finetune", method, network, cells))
         for method in ("ltmp", "ltm"):
-            cells = {GMACS.name: cell("gmacs", tuned_jobs(network, method, epochs[-1], scale)[:1])}
+            cells = gmacs(tuned_jobs(network, method, epochs[-1], scale))
             for number in epochs:
                 cells |= _cells(tuned_jobs(network, method, number, scale), f" @{number}")
-            names = label(method, network), paper_label(method, network)
-            rows.append(row("ib-finetune", *names, cells))
+            rows.append(method_row("ib-finetune", method, network, cells))
         for kind in _INFORMATION:
             claims += _claims(rows, network, f"{kind} @{epochs[-1]}", f"{kind} @0")
     after = [0, *epochs]
@@ -89,6 +89,7 @@ _LAYERS_OF = "MobileViT-S"
 _PLACE = "The bottleneck is that of the last block."
 
 
+@experiment("ib-scratch", item="Table 7", title="IB loss and bound, from scratch")
 def scratch(scale: Scale) -> Table:
     """Bottleneck of base, ToMe, LTMP and LTM; LTM trained from scratch."""
     rows: list[Row] = []
@@ -99,9 +100,8 @@ def scratch(scale: Scale) -> Table:
         jobs["ltmp"] = tuned_jobs(network, "ltmp", last, scale)
         jobs["ltm"] = scratch_jobs(network, scale)
         for method, found in jobs.items():
-            cells = {GMACS.name: cell("gmacs", found[:1])} | _cells(found)
-            names = label(method, network), paper_label(method, network)
-            rows.append(row("ib-scratch", *names, cells))
+            cells = gmacs(found) | _cells(found)
+            rows.append(method_row("ib-scratch", method, network, cells))
         for kind in _INFORMATION:
             claims += _claims(rows, network, kind, kind)
     columns = (GMACS, top1(), *(informations(kind) for kind in _INFORMATION))
@@ -130,6 +130,7 @@ def _scratch_notes(scale: Scale) -> list[str]:
     return notes
 
 
+@experiment("ib-layers", item="Figure 2", title="IB loss and bound after every layer")
 def by_layer(scale: Scale) -> Table:
     """Bottleneck after every layer, a third of the way into training and at its end."""
     network, num_layers = scale.by_layer.network, scale.by_layer.num_layers
@@ -170,6 +171,45 @@ def by_layer(scale: Scale) -> Table:
                  notes=(_UNITS,))  # fmt: skip
 
 
+@experiment("losses", item="Figure 3", title="Training and test loss by epoch")
+def losses(scale: Scale) -> Table:
+    """Training and test loss, base and LTM, from scratch."""
+    columns = (
+        Column(name="training loss", digits=4, better="lower"),
+        Column(name="test loss", digits=4, better="lower"),
+    )
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    for network in scale.losses:
+        found = {
+            "none": [base_from_scratch(network, seed) for seed in scale.seeds],
+            "ltm": scratch_jobs(network, scale),
+        }
+        for method, jobs in found.items():
+            cells = {
+                "training loss": cell("train_loss", jobs),
+                "test loss": cell("loss", jobs),
+            }
+            rows.append(Row(label=label(method, network), cells=cells))
+        claims += [
+            claim(rows, label("ltm", network), label("none", network), column.name, "lower")
+            for column in columns
+        ]
+    return Table(
+        columns=columns,
+        rows=tuple(rows),
+        claims=tuple(claims),
+        pictures=(
+            Picture(kind="history", column="train_loss", name="training-loss"),
+            Picture(kind="history", column="val_loss", name="test-loss"),
+        ),
+        notes=("Losses at the end of training; the plots show every epoch.",),
+    )
+
+
+@experiment(
+    "layers", item="Table 8", title="One layer at another compression ratio: top-1 and IB loss"
+)
 def layers(scale: Scale) -> Table:
     """One layer at another ratio than the rest."""
     network, epochs = scale.layers.network, scale.layer_epochs
@@ -227,66 +267,3 @@ def _layer_claims(rows: list[Row], scale: Scale) -> list[Claim]:
                     claim(rows, made.label, made.label, first, expected, other_column=other)
                 )
     return found
-
-
-def losses(scale: Scale) -> Table:
-    """Training and test loss, base and LTM, from scratch."""
-    columns = (
-        Column(name="training loss", digits=4, better="lower"),
-        Column(name="test loss", digits=4, better="lower"),
-    )
-    rows: list[Row] = []
-    claims: list[Claim] = []
-    for network in scale.losses:
-        found = {
-            "none": [base_from_scratch(network, seed) for seed in scale.seeds],
-            "ltm": scratch_jobs(network, scale),
-        }
-        for method, jobs in found.items():
-            cells = {
-                "training loss": cell("train_loss", jobs),
-                "test loss": cell("loss", jobs),
-            }
-            rows.append(Row(label=label(method, network), cells=cells))
-        claims += [
-            claim(rows, label("ltm", network), label("none", network), column.name, "lower")
-            for column in columns
-        ]
-    return Table(
-        columns=columns,
-        rows=tuple(rows),
-        claims=tuple(claims),
-        pictures=(
-            Picture(kind="history", column="train_loss", name="training-loss"),
-            Picture(kind="history", column="val_loss", name="test-loss"),
-        ),
-        notes=("Losses at the end of training; the plots show every epoch.",),
-    )
-
-
-EXPERIMENTS = (
-    Experiment(
-        name="ib-finetune",
-        item="Table 6",
-        title="IB loss and bound, fine-tuned",
-        declare=_finetuned,
-    ),
-    Experiment(
-        name="ib-scratch", item="Table 7", title="IB loss and bound, from scratch", declare=scratch
-    ),
-    Experiment(
-        name="ib-layers",
-        item="Figure 2",
-        title="IB loss and bound after every layer",
-        declare=by_layer,
-    ),
-    Experiment(
-        name="losses", item="Figure 3", title="Training and test loss by epoch", declare=losses
-    ),
-    Experiment(
-        name="layers",
-        item="Table 8",
-        title="One layer at another compression ratio: top-1 and IB loss",
-        declare=layers,
-    ),
-)

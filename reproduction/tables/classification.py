@@ -12,15 +12,17 @@ from reproduction.tables.base import (
     Cell,
     Claim,
     Column,
-    Experiment,
     Picture,
     Row,
     Table,
     cell,
     claim,
     epoch_notes,
+    experiment,
+    gmacs,
     number_of_epochs,
     row,
+    sizes,
     top1,
 )
 from reproduction.tables.shared_jobs import (
@@ -29,6 +31,7 @@ from reproduction.tables.shared_jobs import (
     converted,
     from_scratch,
     label,
+    method_row,
     paper_label,
     ratio_of,
     scratch_jobs,
@@ -54,6 +57,11 @@ def tuned_jobs(network: Network, method: str, epochs: int, scale: Scale) -> list
     return [tuned(network, method, ratio, epochs, seed) for seed in scale.seeds]
 
 
+@experiment(
+    "finetune",
+    item="Table 1",
+    title="Weights frozen, mask modules trained: cost, time and top-1 by epochs",
+)
 def finetune(scale: Scale) -> Table:
     """The paper's comparison with weights frozen: only mask modules train."""
     epochs = scale.finetune_epochs
@@ -105,22 +113,19 @@ def _finetune_rows(network: Network, scale: Scale) -> list[Row]:
     for method in UNTRAINED:
         jobs = untrained_jobs(network, method, scale)
         cells = _costs(method, jobs, race) | {"top-1 @0": cell("top1", jobs)}
-        rows.append(row("finetune", label(method, network), paper_label(method, network), cells))
+        rows.append(method_row("finetune", method, network, cells))
     for method in LEARNED:
         jobs = tuned_jobs(network, method, epochs[-1], scale)
         cells = _costs(method, jobs, race) | {"min/epoch": cell("minutes", jobs)}
         for number in epochs:
             cells[f"top-1 @{number}"] = cell("top1", tuned_jobs(network, method, number, scale))
-        rows.append(row("finetune", label(method, network), paper_label(method, network), cells))
+        rows.append(method_row("finetune", method, network, cells))
     return rows
 
 
 def _costs(method: str, jobs: list[Classifier], race: Race) -> dict[str, Cell]:
-    return {
-        PARAMETERS.name: cell("parameters", jobs[:1]),
-        GMACS.name: cell("gmacs", jobs if method == "ltmp" else jobs[:1]),
-        "ms/batch": cell("milliseconds", [race], method),
-    }
+    race_cell = {"ms/batch": cell("milliseconds", [race], method)}
+    return sizes(jobs, macs_vary=method == "ltmp") | race_cell
 
 
 def _table_race(network: Network, scale: Scale) -> Race:
@@ -148,6 +153,7 @@ def _finetune_claims(rows: list[Row], network: Network, epochs: tuple[int, ...])
     return [*against, *by_epoch, faster]
 
 
+@experiment("scratch", item="Table 2", title="Trained from scratch: cost and top-1")
 def scratch(scale: Scale) -> Table:
     """The paper's comparison with everything trained from the beginning."""
     rows: list[Row] = []
@@ -162,11 +168,7 @@ def scratch(scale: Scale) -> Table:
             names = [f"{name}-{n}" for n in (network.label, network.stands_for)] if name else [
                 label(method, network), paper_label(method, network),
             ]  # fmt: skip
-            cells = {
-                PARAMETERS.name: cell("parameters", found[:1]),
-                GMACS.name: cell("gmacs", found if method == "ltmp" else found[:1]),
-                "top-1": cell("top1", found),
-            }
+            cells = sizes(found, macs_vary=method == "ltmp") | {"top-1": cell("top1", found)}
             rows.append(row("scratch", names[0], names[1], cells))
             if method != "ltm":
                 claims.append(claim(rows, label("ltm", network), names[0], "top-1", "higher"))
@@ -214,11 +216,12 @@ def _pruned_jobs(network: Network, peer: str, scale: Scale) -> list[Pruned]:
     ]
 
 
+@experiment("sweep", item="Table 5", title="Top-1 by compression ratio")
 def sweep(scale: Scale) -> Table:
     """Accuracy by compression ratio, fine-tuned and from scratch."""
     network, other = scale.sweep, scale.sweep_scratch
     untouched = untrained_jobs(network, "none", scale)
-    cells = {GMACS.name: cell("gmacs", untouched[:1]), "fine-tuned": cell("top1", untouched)}
+    cells = gmacs(untouched) | {"fine-tuned": cell("top1", untouched)}
     if other is not None:
         jobs = [base(other, seed) for seed in scale.seeds]
         cells["from scratch"] = cell("top1", jobs)
@@ -226,7 +229,7 @@ def sweep(scale: Scale) -> Table:
     epochs = scale.finetune_epochs[0 if scale.name == "small" else -1]
     for ratio in scale.ratios:
         jobs = [tuned(network, "ltm", ratio, epochs, seed) for seed in scale.seeds]
-        cells = {GMACS.name: cell("gmacs", jobs[:1]), "fine-tuned": cell("top1", jobs)}
+        cells = gmacs(jobs) | {"fine-tuned": cell("top1", jobs)}
         if other is not None and ratio in scale.scratch_ratios:
             trained = [from_scratch(other, ratio, seed) for seed in scale.seeds]
             cells["from scratch"] = cell("top1", trained)
@@ -252,20 +255,3 @@ def _sweep_notes(network: Network, other: Network | None, epochs: int) -> list[s
     if other is None or other.label == network.label:
         return [f"{what}."]
     return [f"{what}, from scratch {other.label}; GMACs are {network.label}'s."]
-
-
-EXPERIMENTS = (
-    Experiment(
-        name="finetune",
-        item="Table 1",
-        title="Weights frozen, mask modules trained: cost, time and top-1 by epochs",
-        declare=finetune,
-    ),
-    Experiment(
-        name="scratch",
-        item="Table 2",
-        title="Trained from scratch: cost and top-1",
-        declare=scratch,
-    ),
-    Experiment(name="sweep", item="Table 5", title="Top-1 by compression ratio", declare=sweep),
-)

@@ -9,15 +9,15 @@ from reproduction.tables.base import (
     PARAMETERS,
     Claim,
     Column,
-    Experiment,
     Picture,
     Row,
     Table,
     cell,
     claim,
-    row,
+    experiment,
+    sizes,
 )
-from reproduction.tables.shared_jobs import detector, label, paper_label
+from reproduction.tables.shared_jobs import detector, label, method_row
 
 _SEGMENTATION = {
     f"{kind} {score}": (measure, of)
@@ -26,6 +26,7 @@ _SEGMENTATION = {
 }
 
 
+@experiment("detection", item="Table 3", title="Object detection with SSDLite")
 def detection(scale: Scale) -> Table:
     """Average precision of SSDLite by backbone."""
     columns = (PARAMETERS, GMACS, Column(name="mAP", better="higher"))
@@ -39,6 +40,7 @@ def detection(scale: Scale) -> Table:
     )
 
 
+@experiment("segmentation", item="Table 4", title="Instance segmentation with Mask R-CNN")
 def segmentation(scale: Scale) -> Table:
     """Average precision of Mask R-CNN by backbone."""
     columns = (
@@ -70,12 +72,8 @@ def _table(
     for backbone in backbones:
         for method in ("none", "ltm") if backbone.merges else ("none",):
             jobs = [detector(settings, backbone, method, scale, seed) for seed in scale.seeds]
-            cells = {
-                PARAMETERS.name: cell("parameters", jobs[:1]),
-                GMACS.name: cell("gmacs", jobs[:1]),
-            }
-            cells |= {column: cell(m, jobs, of) for column, (m, of) in measures.items()}
-            rows.append(row(name, label(method, backbone), paper_label(method, backbone), cells))
+            cells = sizes(jobs) | {c: cell(m, jobs, of) for c, (m, of) in measures.items()}
+            rows.append(method_row(name, method, backbone, cells))
         if backbone.merges:
             claims += [
                 claim(rows, label("ltm", backbone), label("none", backbone), column, "higher")
@@ -89,16 +87,3 @@ def _table(
         pictures=(Picture(kind="points", column=first, name="precision"),),
         notes=(f"Images: {settings.data.source.rpartition('/')[2]}.",),
     )
-
-
-EXPERIMENTS = (
-    Experiment(
-        name="detection", item="Table 3", title="Object detection with SSDLite", declare=detection
-    ),
-    Experiment(
-        name="segmentation",
-        item="Table 4",
-        title="Instance segmentation with Mask R-CNN",
-        declare=segmentation,
-    ),
-)

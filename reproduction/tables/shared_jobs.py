@@ -1,7 +1,8 @@
-"""Jobs that several tables ask for: base, converted, tuned and scratch networks."""
+"""Rows and jobs that several tables ask for: base, converted, tuned and scratch networks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from ltm.detection.settings import DetectionSettings
 from ltm.training.settings import TrainSettings
 from reproduction.jobs import Bottleneck, Classifier, Detector
 from reproduction.scales.base import Backbone, Network, Scale
+from reproduction.tables.base import Cell, Row, row
 
 NAMES = {"none": "", "tome": "ToMe-", "tofu": "ToFu-", "ltmp": "LTMP-", "ltm": "LTM-"}
 
@@ -21,6 +23,13 @@ def label(method: str, network: Network | Backbone) -> str:
 def paper_label(method: str, network: Network | Backbone) -> str:
     """The label of the paper's row that stands beside."""
     return f"{NAMES[method]}{network.stands_for}"
+
+
+def method_row(
+    table: str, method: str, network: Network | Backbone, cells: Mapping[str, Cell]
+) -> Row:
+    """The row of a method on a network, with the paper's numbers."""
+    return row(table, label(method, network), paper_label(method, network), cells)
 
 
 def seeds_of(network: Network, method: str, scale: Scale) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ from reproduction.tables.base import (
     GMACS,
     Claim,
     Column,
-    Experiment,
     Picture,
     Row,
     Table,
     cell,
     claim,
     epoch_notes,
+    experiment,
+    gmacs,
     top1,
 )
 from reproduction.tables.classification import (
@@ -35,26 +36,15 @@ from reproduction.tables.shared_jobs import (
 STATIC = {"method_options": ("support=learned", "weights=uniform")}
 
 
+@experiment("heatmaps", item="Figure 4", title="Merge weights over images")
 def heatmaps(scale: Scale) -> Table:
     """Merge weights of the first merging block: LTM beside LTMP as the paper describes it."""
     network, epochs = scale.heatmap, scale.finetune_epochs[-1]
-    options = {
-        "LTMP": ("support=learned", "weights=uniform"),
-        "LTM": ("support=learned",),
-    }
+    options = {"LTMP": STATIC, "LTM": {"method_options": ("support=learned",)}}
+    ratio = ratio_of(network, "ltm", scale)
     entrants = tuple(
-        (
-            name,
-            tuned(
-                network,
-                "ltm",
-                ratio_of(network, "ltm", scale),
-                epochs,
-                scale.seeds[0],
-                merge={"method_options": chosen},
-            ),
-        )
-        for name, chosen in options.items()
+        (name, tuned(network, "ltm", ratio, epochs, scale.seeds[0], merge=merge))
+        for name, merge in options.items()
     )
     job = Heatmap(entrants=entrants)
     columns = (Column(name="patches", digits=1), Column(name="evenness", digits=4))
@@ -80,6 +70,31 @@ def heatmaps(scale: Scale) -> Table:
     )
 
 
+@experiment("transfer", item="Supplement 2.1", title="Transfer to other classes")
+def transfer(scale: Scale) -> Table:
+    """Networks trained on other classes than they were made for, with and without merging."""
+    network, settings = scale.transfer, scale.transfer_tune
+    rows: list[Row] = []
+    for method in ("none", "tome", "ltm"):
+        ratio = None if method == "none" else ratio_of(network, method, scale)
+        chosen = started(with_method(settings, method, ratio))
+        jobs = [
+            Classifier(settings=with_seed(chosen, seed), start=base(network, seed))
+            for seed in scale.seeds
+        ]
+        cells = gmacs(jobs) | {"top-1": cell("top1", jobs)}
+        rows.append(Row(label=label(method, network), cells=cells))
+    names = [label(method, network) for method in ("ltm", "none", "tome")]
+    return Table(
+        columns=(GMACS, top1()),
+        rows=tuple(rows),
+        claims=tuple(claim(rows, names[0], other, "top-1", "higher") for other in names[1:]),
+        pictures=(Picture(kind="points", column="top-1", name="top1"),),
+        notes=("All weights train on the new classes; merging is on from the first step.",),
+    )
+
+
+@experiment("lora", item="Supplement 2.2", title="Fine-tuning with LoRA")
 def lora(scale: Scale) -> Table:
     """Mask modules alone, and with LoRA adapters beside them."""
     network, epochs = scale.lora, scale.finetune_epochs[-1]
@@ -106,7 +121,7 @@ def lora(scale: Scale) -> Table:
         jobs = [tuned(network, "ltm", ratio, epochs, seed, **dict(changes)) for seed in scale.seeds]
         cells = {
             "trained (K)": cell("trained", jobs[:1]),
-            GMACS.name: cell("gmacs", jobs[:1]),
+            **gmacs(jobs),
             "min/epoch": cell("minutes", jobs),
             "top-1": cell("top1", jobs),
         }
@@ -126,29 +141,7 @@ def lora(scale: Scale) -> Table:
     )
 
 
-def transfer(scale: Scale) -> Table:
-    """Networks trained on other classes than they were made for, with and without merging."""
-    network, settings = scale.transfer, scale.transfer_tune
-    rows: list[Row] = []
-    for method in ("none", "tome", "ltm"):
-        ratio = None if method == "none" else ratio_of(network, method, scale)
-        chosen = started(with_method(settings, method, ratio))
-        jobs = [
-            Classifier(settings=with_seed(chosen, seed), start=base(network, seed))
-            for seed in scale.seeds
-        ]
-        cells = {GMACS.name: cell("gmacs", jobs[:1]), "top-1": cell("top1", jobs)}
-        rows.append(Row(label=label(method, network), cells=cells))
-    names = [label(method, network) for method in ("ltm", "none", "tome")]
-    return Table(
-        columns=(GMACS, top1()),
-        rows=tuple(rows),
-        claims=tuple(claim(rows, names[0], other, "top-1", "higher") for other in names[1:]),
-        pictures=(Picture(kind="points", column="top-1", name="top1"),),
-        notes=("All weights train on the new classes; merging is on from the first step.",),
-    )
-
-
+@experiment("throughput", item="Supplement 2.3", title="Images per second by batch size")
 def throughput(scale: Scale) -> Table:
     """Images per second by batch size; LTM by matching and with its static mask."""
     columns = tuple(
@@ -198,23 +191,3 @@ def throughput(scale: Scale) -> Table:
             ),
         ),
     )
-
-
-EXPERIMENTS = (
-    Experiment(
-        name="heatmaps", item="Figure 4", title="Merge weights over images", declare=heatmaps
-    ),
-    Experiment(
-        name="transfer",
-        item="Supplement 2.1",
-        title="Transfer to other classes",
-        declare=transfer,
-    ),
-    Experiment(name="lora", item="Supplement 2.2", title="Fine-tuning with LoRA", declare=lora),
-    Experiment(
-        name="throughput",
-        item="Supplement 2.3",
-        title="Images per second by batch size",
-        declare=throughput,
-    ),
-)
