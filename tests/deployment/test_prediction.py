@@ -88,6 +88,18 @@ def test_folders_are_sorted_by_path(tmp_path: Path) -> None:
     assert found == [str(path) for path in sorted(tmp_path / name for name in names)]
 
 
+def test_limits_are_written_behind_an_input(folder: Path) -> None:
+    listed = folder / "paths.txt"
+    listed.write_text(f"{folder}/0.png\n")
+    for name in (f"{folder}/0.png", str(folder), str(listed)):
+        inputs = [f"{name}?most_pixels=1"]
+        check_inputs(inputs)
+        first, *_ = stream(image_paths(inputs), Brightness())
+        assert first.path == f"{folder}/0.png"
+        assert "pixels, but most_pixels is 1;" in (first.error or "")
+        assert next(stream(image_paths([f"{name}?most_pixels=9999"]), Brightness())).error is None
+
+
 def test_predictions_keep_the_order_and_report_what_cannot_be_read(folder: Path) -> None:
     (folder / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n but no more")
     names = ["0.png", "3.png", "broken.png", "absent.png", "1.png", "deep", "6.png"]

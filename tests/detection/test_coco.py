@@ -173,6 +173,33 @@ def test_bad_sources_are_refused(odd_data, tmp_path):
         open_detection(odd_data)
 
 
+@pytest.mark.parametrize("annotated", [(20, 10), (10, 20)], ids=["as stored", "upright"])
+def test_images_are_upright_where_they_are_annotated_so(odd_data, annotated):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture = Image.new("RGB", (20, 10), (0, 0, 0))
+    picture.paste((255, 0, 0), (0, 0, 10, 5))
+    picture.save(odd_data / "b.png", exif=exif)
+    path = odd_data / "instances.json"
+    data = json.loads(path.read_text())
+    data["images"][1] |= {"width": annotated[0], "height": annotated[1]}
+    path.write_text(json.dumps(data))
+    image, _ = open_detection(odd_data)[1]
+    assert image.shape == (3, annotated[1], annotated[0])
+    left_above, right_above = image[0, 0, 0], image[0, 0, -1]
+    assert (left_above, right_above) == ((255, 0) if annotated == (20, 10) else (0, 255))
+
+
+def test_limits_are_written_behind_the_source(odd_data):
+    assert len(open_detection(f"{odd_data}?most_pixels=200")) == 2
+    with pytest.raises(ValueError, match=r"image 5: .* make 200 pixels, but most_pixels is 199"):
+        open_detection(f"{odd_data}?most_pixels=199")
+    with pytest.raises(ValueError, match=r"json has \d+ bytes, but most_annotation_bytes is 9"):
+        open_detection(f"{odd_data}?most_annotation_bytes=9")
+    with pytest.raises(ValueError, match=r"has 2 categories, but most_classes is 1"):
+        open_detection(f"{odd_data}?most_classes=1")
+
+
 def test_unreadable_images_are_replaced(odd_data):
     (odd_data / "b.png").write_bytes(b"no image")
     with pytest.warns(UnreadableImageWarning, match=r"b\.png"):

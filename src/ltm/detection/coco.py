@@ -65,6 +65,8 @@ class CocoAnnotations:
     images: tuple[CocoImage, ...]
     categories: dict[int, str]
     by_image: dict[int, tuple[CocoAnnotation, ...]]
+    where: str
+    """The file, for error messages."""
 
 
 def check_annotations(
@@ -94,6 +96,7 @@ def check_annotations(
         images=tuple(images),
         categories=dict(sorted(categories.items())),
         by_image={image: tuple(annotations) for image, annotations in found.items()},
+        where=where,
     )
 
 
@@ -130,6 +133,7 @@ class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
         self._files = files
         self._images = annotations.images
         self._by_image = annotations.by_image
+        self._where = annotations.where
         self._label_of = {number: 1 + place for place, number in enumerate(self.category_ids)}
 
     @property
@@ -189,11 +193,13 @@ class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
             size=(image.height, image.width),
         )
 
-    @staticmethod
-    def _masks(items: list[CocoAnnotation], image: CocoImage) -> Tensor:
+    def _masks(self, items: list[CocoAnnotation], image: CocoImage) -> Tensor:
         masks = np.zeros((len(items), image.height, image.width), dtype=np.uint8)
         for mask, item in zip(masks, items, strict=True):
-            mask[:] = item.mask(image.height, image.width)
+            try:
+                mask[:] = item.mask(image.height, image.width)
+            except ValueError as error:
+                raise ValueError(f"{self._where}: {error}") from error
         return torch.from_numpy(masks)
 
 
@@ -289,7 +295,7 @@ def _image_paths(files: Files, images: Sequence[CocoImage], split: str) -> list[
         found = [path for path in candidates if f"/{path}".endswith(f"/{image.file_name}")]
         if not found:
             raise FileNotFoundError(
-                f"{files.path} lacks {image.file_name}, the file_name of image {image.id}"
+                f"{files.path} lacks {image.file_name:.200}, the file_name of image {image.id}"
             )
         paths.append(found[0] if len(found) == 1 else _one_of(found, image, files, split))
     return paths
