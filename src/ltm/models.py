@@ -779,12 +779,18 @@ def load_weights_(
     Returns:
         What was left out.
     """
+    from ltm.api.saving import misfits
+
     left_out: list[str] = []
     if new_head:
         own, head = model.state_dict(), head_parameters(model)
         left_out = [n for n in weights if n in head and weights[n].shape != own[n].shape]
         weights = {name: value for name, value in weights.items() if name not in left_out}
-    found = [line for line in _misfits(model, weights) if line.split(" ", 1)[0] not in left_out]
+    found = [
+        f"{name} is {wrong}"
+        for name, wrong in misfits(model, weights).items()
+        if name not in left_out and (name in weights or ".merger." not in name)
+    ]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
@@ -792,20 +798,6 @@ def load_weights_(
         )
     model.load_state_dict(weights, strict=False)
     return left_out
-
-
-def _misfits(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """What keeps weights from loading strictly."""
-    own = model.state_dict()
-    return [
-        *(
-            f"{name} is {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
-            for name, value in own.items()
-            if name in weights and weights[name].shape != value.shape
-        ),
-        *(f"{n} is missing" for n in own if n not in weights and ".merger." not in n),
-        *(f"{n} is unknown" for n in weights if n not in own),
-    ]
 
 
 def head_parameters(model: nn.Module) -> frozenset[str]:

@@ -120,7 +120,7 @@ def test_a_host_that_does_not_fit_stays_as_it_was(tmp_path):
     host.reset_classifier(5)
     with torch.no_grad():
         before = host(images)
-        with pytest.raises(ValueError, match=r"head\.bias is \(10,\) in the file and \(5,\)"):
+        with pytest.raises(ValueError, match=r"head\.bias is \(10,\) instead of \(5,\)"):
             ltm.load(tmp_path, host)
         assert not ltm.api.is_merging(host)
         assert torch.equal(host(images), before)

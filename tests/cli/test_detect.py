@@ -116,7 +116,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         (["detect", "train", "--recipe", "yolo"], "recipe is yolo"),
         (["detect", "train", "--recipe", "shapes_mask_rcnn"], "recipe is shapes_mask_rcnn"),
         (["detect", "train", "--batch-size", "1"], "batch_size is 1, but must be at least 2"),
-        (["detect", "train", "--backbone", "mobilevit_xxl"], "timm has no network"),
+        (["detect", "train", "--backbone", "mobilevit_xxl"], "is not known to timm"),
         (["detect", "train", "--data", "nowhere"], "no data at nowhere"),
         (
             ["detect", "predict", "shapes", "--run", "nowhere", "--threshold", "7"],

@@ -30,6 +30,7 @@ from ltm.api.fitting import (
     mac_share,
     measure_share,
     observe_,
+    statistical_mergers,
 )
 from ltm.api.graphs import Captured, capture
 from ltm.api.saving import freeze_, load, save
@@ -63,6 +64,7 @@ __all__ = [
     "report",
     "save",
     "set_ratio_",
+    "statistical_mergers",
     "token_counts",
     "unmerge_tokens_",
     "unmerged_copy",

@@ -20,7 +20,7 @@ from ltm.adapters.blocks import Record
 from ltm.adapters.planning import Planner
 from ltm.api.conversion import conversion_of, mergers, unmerge_tokens_, watching
 from ltm.core.cost import evaluating, meta_copy
-from ltm.methods.base import Images, Merger
+from ltm.methods.base import Images, StatisticalMerger, statistical
 
 
 @torch.no_grad()
@@ -149,6 +149,11 @@ def _tokens_left(record: Record, num_images: int) -> Float[Tensor, "b"]:
     return alive.unflatten(1, (windows, -1)).sum(-1).amax(dim=1)
 
 
+def statistical_mergers(model: nn.Module) -> list[StatisticalMerger]:
+    """The mergers of a model that keep class statistics."""
+    return statistical(merger for _, merger in mergers(model))
+
+
 @torch.no_grad()
 def collect_statistics_(
     model: nn.Module,
@@ -165,7 +170,7 @@ def collect_statistics_(
     """
     if passes < 2:
         raise ValueError(f"passes: got {passes}; at least 2 are needed, the first for centroids.")
-    steps = [merger for _, merger in mergers(model) if merger.keeps_statistics]
+    steps = statistical_mergers(model)
     if not steps:
         raise ValueError(
             "model: no site keeps class statistics; they belong to methods with informative "
@@ -190,7 +195,7 @@ def collect_statistics_(
 
 
 @contextmanager
-def _kept_on_failure(steps: Sequence[Merger]) -> Iterator[None]:
+def _kept_on_failure(steps: Sequence[StatisticalMerger]) -> Iterator[None]:
     """Give mergers back what they know where anything inside fails."""
     before = [copy.deepcopy(merger.state_dict()) for merger in steps]
     try:
@@ -219,7 +224,7 @@ def _observe(model: nn.Module, batch: Any) -> int:
 def observe_(records: Sequence[Record], labels: Tensor) -> None:
     """Let every site that merged add a batch with its labels to its sums."""
     for record in records:
-        if record.merger is not None and record.decision is not None:
+        if isinstance(record.merger, StatisticalMerger) and record.decision is not None:
             hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
             record.merger.observe(record.merged, hints)
 

@@ -29,7 +29,7 @@ from ltm.api import image_size_of, load, merge_tokens_
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.detection.settings import Task
 from ltm.methods import MethodConfig
-from ltm.models import closest, read_weights, saved_config
+from ltm.models import check_name, read_weights, saved_config
 
 Size = tuple[int, int]
 """Height and width."""
@@ -246,7 +246,7 @@ def build_pyramid(
         known = saved.get("pretrained_cfg") or {}
         host["normalisation"] = {name: known[name] for name in ("mean", "std") if name in known}
         return Pyramid(network, strides, restore=restore, host=host)
-    _check_backbone(backbone)
+    check_name(backbone)
     arguments, canvas = size_arguments(backbone, image_size)
     looked_at: Any = timm.create_model(backbone, features_only=True, **arguments)
     levels = looked_at.feature_info.reduction()
@@ -282,16 +282,6 @@ def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size
             merge_tokens_(network, restoring, image_size)
             return
     merge_tokens_(network, merging, image_size)
-
-
-def _check_backbone(name: str) -> None:
-    """Refuse a name that timm does not know, naming near ones."""
-    if not timm.is_model(name.partition(".")[0]):
-        near = closest(name, timm.list_models())
-        raise ValueError(
-            f"backbone: timm has no network {name!r}, and there is no such folder; near are "
-            f"{', '.join(near) or 'none'}."
-        )
 
 
 def size_arguments(name: str, image_size: Size) -> tuple[dict[str, Any], Size | None]:

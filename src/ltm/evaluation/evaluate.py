@@ -15,8 +15,8 @@ from ltm.api import (
     fit_,
     gmacs,
     is_merging,
-    mergers,
     merging_copy,
+    statistical_mergers,
     unmerged_copy,
 )
 from ltm.evaluation.accuracy import PairedDifference
@@ -169,7 +169,7 @@ def _fit_(models: Mapping[str, nn.Module], sample: Callable[[], Tensor]) -> None
 def _collect_(models: Mapping[str, nn.Module], batches: Any, say: Say) -> None:
     """Class statistics, from the networks' own predictions, where a method keeps some."""
     for name, model in models.items():
-        if any(merger.keeps_statistics for _, merger in mergers(model)):
+        if statistical_mergers(model):
             loop = Progress(f"statistics of {name}", silent=say is silent)
             collect_statistics_(model, _Unlabelled(batches), progress=loop)
 

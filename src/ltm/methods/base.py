@@ -138,32 +138,6 @@ class Merger(nn.Module, ABC):
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         """Decide which of the tokens become one."""
 
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether it learns from class statistics: `observe` adds up, `take_statistics_` uses."""
-        return False
-
-    def observe(self, merged: Float[Tensor, "b t2 c"], hints: Hints) -> None:
-        """Add what came out to the sums; only called while statistics are collected."""
-
-    def take_statistics_(self) -> None:
-        """Use the sums of all processes from now on. All processes have to call it."""
-
-    def forget_statistics_(self) -> None:
-        """Start anew: forget the sums, and what was taken from earlier ones."""
-
-    def forget_sums_(self) -> None:
-        """Drop sums that were left unfinished; what was taken from earlier ones stays."""
-
-    def bound(
-        self, merged: Float[Tensor, "b t2 c"], hints: Hints, targets: Tensor
-    ) -> Float[Tensor, ""] | None:
-        """The information-bottleneck bound of what came out, where statistics are known.
-
-        `targets` are labels (b) or distributions over classes (b a).
-        """
-        return None
-
     def set_noise_(self, scale: float) -> None:
         """Set the scale of the noise that explores other choices in training."""
 
@@ -199,6 +173,45 @@ class Merger(nn.Module, ABC):
         for name, value in other.state_dict().items():
             if name in own and own[name].shape == value.shape:
                 own[name].copy_(value)
+
+
+class StatisticalMerger(Merger):
+    """A merger that learns from class statistics: it observes batches, then takes their sums."""
+
+    @property
+    @abstractmethod
+    def keeps_statistics(self) -> bool:
+        """Whether there is anything to learn, with its settings and in its network."""
+
+    @abstractmethod
+    def observe(self, merged: Float[Tensor, "b t2 c"], hints: Hints) -> None:
+        """Add what came out to the sums."""
+
+    @abstractmethod
+    def take_statistics_(self) -> None:
+        """Use the sums of all processes from now on. All processes have to call it."""
+
+    @abstractmethod
+    def forget_statistics_(self) -> None:
+        """Start anew: forget the sums, and what was taken from earlier ones."""
+
+    @abstractmethod
+    def forget_sums_(self) -> None:
+        """Drop sums that were left unfinished; what was taken from earlier ones stays."""
+
+    @abstractmethod
+    def bound(
+        self, merged: Float[Tensor, "b t2 c"], hints: Hints, targets: Tensor
+    ) -> Float[Tensor, ""] | None:
+        """The information-bottleneck bound of what came out, where statistics are known.
+
+        `targets` are labels (b) or distributions over classes (b a).
+        """
+
+
+def statistical(mergers: Iterable[Merger]) -> list[StatisticalMerger]:
+    """Those mergers that keep class statistics."""
+    return [m for m in mergers if isinstance(m, StatisticalMerger) and m.keeps_statistics]
 
 
 def _keep_what_is_absent(merger: Merger, keys: Any) -> None:

@@ -29,11 +29,12 @@ from ltm.api import (
     mergers,
     merging_off,
     observe_,
+    statistical_mergers,
     watching,
 )
 from ltm.core.cost import evaluating
 from ltm.data.loading import Batch
-from ltm.methods.base import ExtraLoss, Merger
+from ltm.methods.base import ExtraLoss, StatisticalMerger
 from ltm.training.settings import ObjectiveSettings
 
 
@@ -135,15 +136,10 @@ def mean_bound(records: Sequence[Record], targets: Tensor) -> Tensor:
 
 
 def _site_bound(record: Record, targets: Tensor) -> Tensor | None:
-    if record.merger is None or record.decision is None:
+    if not isinstance(record.merger, StatisticalMerger) or record.decision is None:
         return None
     hints = dataclasses.replace(record.hints, size=record.size)
     return record.merger.bound(record.merged, hints, targets)
-
-
-def statistical_mergers(model: nn.Module) -> list[Merger]:
-    """The mergers that keep class statistics."""
-    return [merger for _, merger in mergers(model) if merger.keeps_statistics]
 
 
 def take_statistics_(model: nn.Module) -> None:

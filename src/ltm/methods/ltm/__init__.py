@@ -4,10 +4,9 @@ The mask of a site is `G = A (m e^s) / A^T (m e^s)`: a support `A` (`matched.py`
 token sizes `m`, and `s`, one logit per token that the sites hand on (`step.py`).
 """
 
-from ltm.methods.ltm.config import LTM
+from ltm.methods.ltm.config import LTM, ByFamily
 from ltm.methods.ltm.learned import Learned
 from ltm.methods.ltm.matched import Matched
 from ltm.methods.ltm.step import Informative
-from ltm.methods.ltm.support import ByFamily
 
 __all__ = ["LTM", "ByFamily", "Informative", "Learned", "Matched"]

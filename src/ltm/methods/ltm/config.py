@@ -1,32 +1,26 @@
-"""The settings of LTM, and where it merges."""
+"""The settings of LTM, and where it merges.
+
+A support and weights are values; files and commands have all settings flat, on one level, as
+version 0.1.0 had.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_type_hints
 
 import numpy as np
 
 from ltm.core.schedule import weighted_rate
-from ltm.methods.base import Count, Images, Merger, MethodConfig, Site, require_known
+from ltm.core.validation import settle
+from ltm.methods.base import Count, Images, Merger, MethodConfig, Site, require_known, statistical
 from ltm.methods.ltm.learned import Learned, LearnedMerger
 from ltm.methods.ltm.matched import Choice, Matched, MatchingMerger, Operator, UnimportantMerger
 from ltm.methods.ltm.step import Informative
-from ltm.methods.ltm.support import (
-    FLAT,
-    ByFamily,
-    Support,
-    Weights,
-    accepting_flat,
-    by_family,
-    flat_types,
-    flatten,
-    support_of,
-    weights_of,
-)
 
 # Where merging hurts least on pretrained ViTs: nothing in the first quarter, most in the middle.
 PROFILE_DEPTH = (3 / 12, 5 / 12, 8 / 12)
@@ -45,6 +39,27 @@ _PHRASES: dict[Operator, str] = {
     "prune_unimportant": "tokens that receive least attention are dropped",
     "none": "nothing leaves",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByFamily:
+    """Matched on sequences, learned on grids: what suits pretrained networks of each family."""
+
+    matched: Matched = field(default_factory=Matched)
+    learned: Learned = field(default_factory=Learned)
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+Support = Matched | Learned | ByFamily
+Weights = Informative | Literal["uniform"] | None
+
+
+def _by_family(matched: Matched, learned: Learned) -> ByFamily | None:
+    """Both supports; None where both are the usual ones."""
+    support = ByFamily(matched=matched, learned=learned)
+    return None if support == ByFamily() else support
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +159,7 @@ class LTM(MethodConfig):
         return kind(site, self.matched, weights, choice)
 
     def fit_(self, mergers: Sequence[Merger], images: Images, *, tolerance: float) -> None:
-        if any(merger.keeps_statistics for merger in mergers):
+        if statistical(mergers):
             images.collect_statistics_()
 
     def unschedulable(self, *, grid: bool) -> str:
@@ -169,7 +184,7 @@ class LTM(MethodConfig):
                 protections=tuple(choice.protection for choice in chosen) or None,
             )
             alone = isinstance(support, Matched)
-            support = matched if alone else by_family(matched, self.learned)
+            support = matched if alone else _by_family(matched, self.learned)
         return dataclasses.replace(
             self, ratio=ratio, per_block=None, counts=counts, sites=sites, support=support
         )
@@ -186,21 +201,21 @@ class LTM(MethodConfig):
 
     @classmethod
     def settings_types(cls) -> dict[str, Any]:
-        return {**super().settings_types(), **flat_types()}
+        return {**super().settings_types(), **_flat_types()}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> LTM:
         require_known(cls, settings)
-        own = {name: value for name, value in settings.items() if name not in flat_types()}
-        return cls(**own, support=support_of(settings), weights=weights_of(settings))
+        own = {name: value for name, value in settings.items() if name not in _flat_types()}
+        return cls(**own, support=_support_of(settings), weights=_weights_of(settings))
 
     def to_settings(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in MethodConfig.settings_types()}
-        return {**own, **flatten(self.support, self.weights)}
+        return {**own, **_flatten(self.support, self.weights)}
 
     def __getattr__(self, name: str) -> Any:
         """A setting by its flat name, as in version 0.1.0."""
-        if name not in FLAT:
+        if name not in _FLAT:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         warnings.warn(
             f"LTM.{name}: read config.to_settings()[{name!r}].", DeprecationWarning, stacklevel=2
@@ -231,4 +246,113 @@ class LTM(MethodConfig):
         return weighted_rate(strength, num_in, [share(site) for site in sites])
 
 
-LTM.__init__ = accepting_flat(LTM.__init__)
+def _fields(part: type[Any]) -> tuple[str, ...]:
+    return tuple(entry.name for entry in dataclasses.fields(part))
+
+
+_KINDS = {"matching": Matched, "learned": Learned}
+_FORMS: dict[type[Any], str] = {
+    Matched: "support=Matched",
+    Learned: "support=Learned",
+    Informative: "weights=Informative",
+}
+_FLAT = frozenset(name for part in _FORMS for name in _fields(part))
+"""Settings that are parts of others now."""
+
+
+def _flat_types() -> dict[str, Any]:
+    """The type of every flat setting."""
+    types: dict[str, Any] = {
+        "support": Literal["matching", "learned"] | None,
+        "weights": Literal["informative", "uniform"],
+    }
+    for part in _FORMS:
+        hints = get_type_hints(part)
+        types |= {name: hints[name] for name in _fields(part)}
+    return types
+
+
+def _flatten(support: Support | None, weights: Weights) -> dict[str, Any]:
+    """Flat settings of a support and weights."""
+    both = support if isinstance(support, ByFamily) else ByFamily()
+    informative = weights if isinstance(weights, Informative) else None
+    return {
+        "support": next((kind for kind, t in _KINDS.items() if isinstance(support, t)), None),
+        **dataclasses.asdict(support if isinstance(support, Matched) else both.matched),
+        "weights": "uniform" if informative is None else "informative",
+        **dataclasses.asdict(support if isinstance(support, Learned) else both.learned),
+        **dataclasses.asdict(informative or Informative()),
+    }
+
+
+def _support_of(settings: Mapping[str, Any]) -> Support | None:
+    """The support that flat settings mean."""
+    kind = settings.get("support")
+    if kind not in (None, *_KINDS):
+        raise ValueError(f"support: got {kind!r}; it must be 'matching' or 'learned', or None.")
+    matched, learned = _part(Matched, settings), _part(Learned, settings)
+    if kind == "matching" and learned != Learned():
+        raise ValueError(
+            "support: got 'matching'; space='token', scope='batch' and mask_form='letter' "
+            "need support='learned', since matched places differ from image to image."
+        )
+    if kind == "learned" or learned != Learned():
+        for name in ("operators", "protections"):
+            if getattr(matched, name) is not None:
+                raise ValueError(f"{name}: they belong to support='matching'.")
+        return learned
+    return matched if kind == "matching" else _by_family(matched, learned)
+
+
+def _weights_of(settings: Mapping[str, Any]) -> Informative | None:
+    """The weights that flat settings mean."""
+    kind, informative = settings.get("weights", "informative"), _part(Informative, settings)
+    if kind not in ("informative", "uniform"):
+        raise ValueError(f"weights: got {kind!r}; it must be 'informative' or 'uniform'.")
+    return informative if kind == "informative" else None
+
+
+def _part(part: type[Any], settings: Mapping[str, Any]) -> Any:
+    return part(**{name: settings[name] for name in _fields(part) if name in settings})
+
+
+def _accepting_flat(init: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__` that takes the keywords of version 0.1.0 too, with a warning."""
+
+    @functools.wraps(init)
+    def accepting(self: Any, **settings: Any) -> None:
+        old = {n: v for n, v in settings.items() if n in _FLAT or (n in _OLD and v in _OLD[n])}
+        if old:
+            warnings.warn(_advice(old), DeprecationWarning, stacklevel=2)
+            given = settings.get("support"), settings.get("weights", Informative())
+            support, weights = (None if isinstance(value, str) else value for value in given)
+            texts = {n: settings[n] for n in _OLD if isinstance(settings.get(n), str)}
+            flat = {**_flatten(support, weights), **texts, **old}
+            settings = {n: v for n, v in settings.items() if n not in _FLAT}
+            settings |= {"support": _support_of(flat), "weights": _weights_of(flat)}
+        init(self, **settings)
+
+    return accepting
+
+
+_OLD = {"support": ("matching", "learned"), "weights": ("informative",)}
+"""Values that are parts now."""
+
+
+def _advice(old: Mapping[str, Any]) -> str:
+    """Old keywords, and what to write instead."""
+    parts = [
+        f"{form}({_written((n for n in _fields(part) if n in old), old)})"
+        for part, form in _FORMS.items()
+        if any(name in old for name in _fields(part))
+        or _KINDS.get(old.get("support", "")) is part
+        or (part is Informative and "weights" in old)
+    ]
+    return f"LTM({_written(old, old)}): write LTM({', '.join(parts)})."
+
+
+def _written(names: Iterable[str], values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={values[name]!r}" for name in names)
+
+
+LTM.__init__ = _accepting_flat(LTM.__init__)

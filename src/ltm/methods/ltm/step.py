@@ -19,7 +19,7 @@ from ltm.core.mask_gradient import Step, class_offsets
 from ltm.core.merge import token_sizes
 from ltm.core.statistics import ClassStatistics
 from ltm.core.validation import settle
-from ltm.methods.base import Decision, Hints, Merger, Site
+from ltm.methods.base import Decision, Hints, Merger, Site, StatisticalMerger
 
 TABLE_LIMIT = 1 << 28
 """Bytes that what is known of the classes may take, a table at a block."""
@@ -129,7 +129,7 @@ class InformativeStep(nn.Module):
         )
 
 
-class LTMMerger(Merger):
+class LTMMerger(StatisticalMerger):
     """What both supports share: the informative step and its statistics."""
 
     def __init__(self, site: Site, weights: Informative | None) -> None:
