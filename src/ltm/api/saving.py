@@ -214,7 +214,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
             frozen=known["frozen"],
             macs_after=int(known["macs_after"]),
         )
-        for name, wrong in misfits(model, weights).items():
+        for name, wrong in sorted(misfits(model, weights).items()):
             raise ValueError(f"{folder}: {name} is {wrong}; {_MADE_ALIKE}")
         model.load_state_dict(weights)
         _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))

@@ -88,7 +88,7 @@ def load_detector(folder: str | Path) -> LoadedDetector:
     if merging is not None:
         frozen = merging.get("frozen", False)  # folders of earlier versions do not say
         weights = become_saved_(model, weights, active=merging["active"], frozen=frozen)
-    for name, wrong in misfits(model, weights).items():
+    for name, wrong in sorted(misfits(model, weights).items()):
         raise ValueError(f"{folder}: the weights do not fit the detector: {name} is {wrong}.")
     model.load_state_dict(weights)
     if merging is not None:

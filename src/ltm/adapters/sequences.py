@@ -1,0 +1,165 @@
+"""What networks on one sequence of tokens share: pooling by size, whole intermediates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from ltm.adapters.base import Adapter, Block, Layout, Run
+from ltm.adapters.blocks import (
+    Slot,
+    Tokens,
+    TokenState,
+    become_,
+    convert_block_,
+    make_slots,
+    require_sizes,
+    revert_block_,
+)
+from ltm.adapters.conversion import Resizable
+from ltm.core.merge import restore_through
+from ltm.core.schedule import Grid
+from ltm.methods.base import MethodConfig, Site
+
+
+class MergingSequenceModel(Resizable):
+    """A converted network: it pools by size, and its intermediates are whole."""
+
+    def _last_slot(self) -> Slot:
+        return cast("Any", self).blocks[-1].slot
+
+    def _patches(self, images: Tensor) -> Grid:
+        return cast("Any", self).patch_embed.dynamic_feat_size(images.shape[-2:])
+
+    def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """Timm's own; what comes out is known to the pool, also after other forwards."""
+        slot = self._last_slot()
+        slot.state.open(self._patches(x))
+        features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        slot.state.remember(features, slot.state.left_by(slot.index))
+        return features
+
+    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+        """Averages weigh tokens by the patches they stand for; max pooling ignores padding."""
+        host, slot = cast("Any", self), self._last_slot()
+        kind = host.global_pool if pool_type is None else pool_type
+        tokens: Tokens = slot.state.recall(x) or slot.state.left_by(slot.index)
+        size = tokens.size
+        if kind not in ("avg", "avgmax", "max") or size is None or size.shape[1] != x.shape[1]:
+            return super().pool(x, pool_type)  # pyright: ignore[reportAttributeAccessIssue]
+        require_sizes(size, x)
+        k = 0 if getattr(host, "pool_include_prefix", False) else host.num_prefix_tokens
+        x, size = x[:, k:], size[:, k:, None]
+        share = (size / size.sum(dim=1, keepdim=True)).to(x.dtype)
+        largest = x.masked_fill(size <= 0, -torch.inf).amax(dim=1) if "max" in kind else None
+        if kind == "max":
+            return cast("Tensor", largest)
+        mean = (x * share).sum(dim=1)
+        return mean if largest is None else 0.5 * (mean + largest)
+
+    def forward_intermediates(  # noqa: PLR0917 - timm's own arguments, in its order
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Timm's own, with every intermediate spread back to the full patch grid."""
+        assert output_fmt in ("NCHW", "NLC"), "Output format must be one of NCHW or NLC."
+        host, as_map = cast("Any", self), output_fmt == "NCHW"
+        grid = self._patches(x)
+        self._last_slot().state.open(grid)
+        out = super().forward_intermediates(  # pyright: ignore[reportAttributeAccessIssue]
+            x, indices, return_prefix_tokens, norm, stop_early, "NLC", *args, **options
+        )
+        taken, _ = feature_take_indices(len(host.blocks), indices)
+
+        def restore(block: int, y: Tensor) -> Tensor:
+            slot: Slot = host.blocks[block].slot
+            tokens: Tokens = slot.state.left_by(block)
+            k = host.num_prefix_tokens
+            y = restore_through(tokens.merges, nn.functional.pad(y, (0, 0, k, 0)))[:, k:]
+            return y.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous() if as_map else y
+
+        def restore_all(features: list[Any]) -> list[Any]:
+            return [
+                (restore(block, y[0]), y[1]) if isinstance(y, tuple) else restore(block, y)
+                for block, y in zip(taken, features, strict=True)
+            ]
+
+        if isinstance(out, dict):
+            out["image_intermediates"] = restore_all(out["image_intermediates"])
+            return out
+        return restore_all(out) if isinstance(out, list) else (out[0], restore_all(out[1]))
+
+
+class SequenceAdapter(Adapter):
+    """A family whose networks run `blocks` on one sequence, prefix tokens first."""
+
+    models: ClassVar[dict[type[nn.Module], type[nn.Module]]]
+    """What its networks become."""
+    merging: ClassVar[dict[type[nn.Module], type[nn.Module]]]
+    """What its blocks become."""
+
+    def network(self, model: nn.Module) -> Any:
+        """The network itself, also inside timm's feature extractor or another module."""
+        return next(module for module in model.modules() if isinstance(module, self.hosts))
+
+    def projection(self, block: Any) -> nn.Module:
+        """The layer of a block that makes queries, keys and values."""
+        return block.attn.qkv
+
+    def refusal(self, model: nn.Module) -> str | None:
+        network = self.network(model)
+        if sum(isinstance(module, self.hosts) for module in model.modules()) > 1:
+            return "it holds more than one network of this family; convert each of them by itself."
+        if type(network) not in (*self.models, *self.models.values()):
+            return f"{type(network).__name__} is a variant that is not known here."
+        for block in network.blocks:
+            if type(block) not in (*self.merging, *self.merging.values()):
+                known = " and ".join(kind.__name__ for kind in self.merging)
+                return f"its blocks are {type(block).__name__}, and only plain {known} is known."
+        return None
+
+    def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
+        host = self.network(model)
+        height, width = host.patch_embed.dynamic_feat_size(image_size)
+        paths = {module: name for name, module in model.named_modules()}
+        blocks = tuple(Block(paths[block], block, host.embed_dim, stage=0) for block in host.blocks)
+        run = Run(height * width, (height, width), tuple(range(len(blocks))))
+        return Layout(blocks, host.num_prefix_tokens, host.num_classes, (run,))
+
+    def convert_(
+        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        host = self.network(model)
+        starts = [index == 0 for index in range(len(host.blocks))]
+        for block, slot in zip(host.blocks, make_slots(config, sites, state, starts), strict=True):
+            slot.counting = config.counting()
+            slot.opens = False  # The network opens the forward: it knows the shape of the image.
+            convert_block_(block, config, slot, self.merging[type(block)], self.projection(block))
+            block.class_token = host.cls_token is not None
+        become_(host, self.models[type(host)])
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(self.network(model).blocks)
+
+    def revert_(self, model: nn.Module) -> None:
+        network, blocks, models = self.network(model), _inverse(self.merging), _inverse(self.models)
+        for block in network.blocks:
+            if type(block) in blocks:
+                revert_block_(block, blocks[type(block)], self.projection(block))
+                del block.class_token
+        become_(network, models.get(type(network), type(network)))
+
+
+def _inverse(kinds: dict[type[nn.Module], type[nn.Module]]) -> dict[Any, type[nn.Module]]:
+    return {merging: host for host, merging in kinds.items()}
