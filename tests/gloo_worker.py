@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from ltm.core.clustering import class_membership
-from ltm.core.statistics import ClassStatistics
+from ltm.core.bottleneck import ClassStatistics, class_membership
 
 
 def collect(batch: dict[str, Tensor], num_classes: int, beta: float) -> ClassStatistics:

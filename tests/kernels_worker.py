@@ -12,11 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ltm
 from ltm.core.attention import size_bias
-from ltm.core.clustering import class_membership
+from ltm.core.bottleneck import ClassStatistics, class_membership
 from ltm.core.mask_gradient import weigh
 from ltm.core.matching import Rule, by_attention, match_least_harm, merge_in_order
 from ltm.core.merge import GridMerge
-from ltm.core.statistics import ClassStatistics
 from ltm.kernels import dispatch, triton as kernels
 from ltm.kernels.dispatch import enable
 from ltm.methods.base import Site

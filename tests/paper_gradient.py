@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ltm.core.clustering import class_membership, normalise
+from ltm.core.bottleneck import class_membership, normalise
 from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, widen
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ltm.compression.settings import CompressSettings as CompressSettings
     from ltm.core.bottleneck import (
         InformationBottleneck as InformationBottleneck,
+        image_features as image_features,
         information_bottleneck as information_bottleneck,
     )
-    from ltm.core.clustering import image_features as image_features
     from ltm.deployment.export import ExportResult as ExportResult, export as export
     from ltm.deployment.prediction import Predictions as Predictions, predict as predict
     from ltm.deployment.settings import (
@@ -88,8 +88,7 @@ _HOMES = {
     "ltm.calibration.settings": ("CalibrateSettings",),
     "ltm.compression.compress": ("CompressResult", "compress"),
     "ltm.compression.settings": ("CompressSettings",),
-    "ltm.core.bottleneck": ("InformationBottleneck", "information_bottleneck"),
-    "ltm.core.clustering": ("image_features",),
+    "ltm.core.bottleneck": ("InformationBottleneck", "image_features", "information_bottleneck"),
     "ltm.deployment.export": ("ExportResult", "export"),
     "ltm.deployment.prediction": ("Predictions", "predict"),
     "ltm.deployment.settings": ("ExportSettings", "PredictSettings"),

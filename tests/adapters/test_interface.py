@@ -120,7 +120,7 @@ def test_feature_extractors_are_counted_with_what_they_restore(inside, config):
 
 
 def test_two_vits_in_one_module_are_refused():
-    with pytest.raises(ValueError, match="more than one ViT; convert each of them by itself"):
+    with pytest.raises(ValueError, match="more than one network of this family; convert"):
         ltm.merge_tokens_(nn.Sequential(toy("vit"), toy("vit")), ltm.LTM(per_block=0.8))
 
 

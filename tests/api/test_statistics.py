@@ -170,7 +170,7 @@ def test_the_informative_step_lowers_the_bound():
     def bound(logits):
         weight = (size * logits.exp()) / (size * logits.exp()).sum(1, keepdim=True)
         feature = (weight[:, None] @ tokens)[:, 0]
-        from ltm.core.clustering import class_membership
+        from ltm.core.bottleneck import class_membership
 
         phi = class_membership(feature, step.centroids, 10.0, step.present)
         return (phi * step.costs[labels]).sum(1)

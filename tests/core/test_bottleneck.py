@@ -7,8 +7,14 @@ from hypothesis import given, settings, strategies as st
 
 import ltm
 from ltm.core import bottleneck
-from ltm.core.bottleneck import information_bottleneck, mutual_information, variational_q
-from ltm.core.clustering import class_centroids, class_membership, class_sums
+from ltm.core.bottleneck import (
+    class_centroids,
+    class_membership,
+    class_sums,
+    information_bottleneck,
+    mutual_information,
+    variational_q,
+)
 from strategies import Samples, betas, sample_bounds, samples, variational
 
 ROUNDING = 1e-10

@@ -8,8 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ltm.core.bottleneck import information_bottleneck
-from ltm.core.clustering import image_features
+from ltm.core.bottleneck import image_features, information_bottleneck
 
 pytestmark = pytest.mark.real
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
-from ltm.core.bottleneck import negative_entropy
-from ltm.core.clustering import class_membership, normalise
+from ltm.core.bottleneck import class_membership, negative_entropy, normalise
 from ltm.core.mask_gradient import (
     bound_gradient,
     class_offsets,

@@ -6,9 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import gloo_worker
-from ltm.core.bottleneck import information_bottleneck
-from ltm.core.clustering import class_membership
-from ltm.core.statistics import ClassStatistics
+from ltm.core.bottleneck import ClassStatistics, class_membership, information_bottleneck
 from strategies import Samples, samples
 
 

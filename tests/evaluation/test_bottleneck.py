@@ -7,8 +7,7 @@ from torch import Tensor, nn
 import ltm
 from evaluation_worker import batches_of, small_vit
 from ltm.api import is_merging
-from ltm.core.bottleneck import information_bottleneck
-from ltm.core.clustering import image_features
+from ltm.core.bottleneck import image_features, information_bottleneck
 from ltm.evaluation.bottleneck import measure_bottleneck, overall, watchable
 
 METHODS = {

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import ltm
 from ltm.api import mergers, merging_off, observe_, watching
-from ltm.core.clustering import class_membership
-from ltm.core.statistics import ClassStatistics
+from ltm.core.bottleneck import ClassStatistics, class_membership
 from ltm.data.loading import Batch
 from ltm.methods.ltm.step import LTMMerger
 from ltm.training.objective import (

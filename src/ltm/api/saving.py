@@ -21,7 +21,6 @@ from ltm.api.conversion import (
     is_merging,
     merge_tokens_,
     mergers,
-    merging_network,
     note_,
     token_counts,
     watching,
@@ -72,34 +71,7 @@ def _freeze_mergers_(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def become_saved_(
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
-    *,
-    active: Sequence[bool],
-    frozen: bool,
-    macs_after: int | None = None,
-) -> Mapping[str, Tensor]:
-    """Give a freshly converted model the parts that a saved one had; the weights to load into it.
-
-    `model` may hold the converted network, as a detector does. `macs_after` is counted where it is
-    not known.
-    """
-    for (_, merger), was_active in zip(mergers(model), active, strict=True):
-        if was_active:
-            merger.activate_()
-    network = merging_network(model)
-    if not frozen or network is None:
-        return weights
-    weights = _freeze_as(model, weights)
-    embed_by_product_(network)
-    if macs_after is None:
-        macs_after = macs_of(network, conversion_of(network).image_size)
-    note_(network, frozen=True, macs_after=macs_after)
-    return weights
-
-
-def _freeze_as(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def freeze_as_(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Put mergers in their places like those of a frozen model; the weights to load into it.
 
     Version 0.1.0 saved running means beside the constants that were made of them: they are left.
@@ -207,13 +179,14 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
     with all_or_nothing(model):
         merge_tokens_(model, exact, tuple(known["image_size"]))
         note_(model, config=method)
-        weights = become_saved_(
-            model,
-            load_file(folder / WEIGHTS),
-            active=known["active"],
-            frozen=known["frozen"],
-            macs_after=int(known["macs_after"]),
-        )
+        for (_, merger), active in zip(mergers(model), known["active"], strict=True):
+            if active:
+                merger.activate_()
+        weights = load_file(folder / WEIGHTS)
+        if known["frozen"]:
+            weights = freeze_as_(model, weights)
+            embed_by_product_(model)
+            note_(model, frozen=True, macs_after=int(known["macs_after"]))
         for name, wrong in sorted(misfits(model, weights).items()):
             raise ValueError(f"{folder}: {name} is {wrong}; {_MADE_ALIKE}")
         model.load_state_dict(weights)

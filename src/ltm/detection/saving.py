@@ -14,12 +14,13 @@ from torch import nn
 
 from ltm.api import (
     conversion_of,
+    freeze_,
     merge_tokens_,
     mergers,
     merging_network,
     token_counts,
 )
-from ltm.api.saving import CONFIG, WEIGHTS, become_saved_, misfits, write_weights
+from ltm.api.saving import CONFIG, WEIGHTS, freeze_as_, write_weights
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
 from ltm.detection.pyramid import DetectorConfig, Pyramid
 from ltm.detection.settings import Task
@@ -84,13 +85,14 @@ def load_detector(folder: str | Path) -> LoadedDetector:
         model = _on_host(config, known["host"], merging)
     else:
         model = config.build()
+        _merge_as_saved_(merging_network(model), merging)
     weights = load_file(folder / WEIGHTS)
-    if merging is not None:
-        frozen = merging.get("frozen", False)  # folders of earlier versions do not say
-        weights = become_saved_(model, weights, active=merging["active"], frozen=frozen)
-    for name, wrong in sorted(misfits(model, weights).items()):
-        raise ValueError(f"{folder}: the weights do not fit the detector: {name} is {wrong}.")
-    model.load_state_dict(weights)
+    if merging is not None and merging.get("frozen", False):
+        weights = freeze_as_(model, weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: the weights do not fit the detector: {error}") from error
     if merging is not None:
         config = dataclasses.replace(config, merging=config_from_dict(merging["asked"], saved=True))
     names = tuple(entry["name"] for entry in known["categories"])
@@ -130,7 +132,19 @@ def _on_host(
     network.pretrained_cfg = {**network.pretrained_cfg, **host.get("normalisation", {})}
     if merging is not None and config.merging is not None:
         merge_tokens_(network, config.merging, tuple(merging["image_size"]))
+        _merge_as_saved_(network, merging)
     return config.on(Pyramid(network, host=host, **config.maps()))
+
+
+def _merge_as_saved_(network: nn.Module | None, merging: dict[str, Any] | None) -> None:
+    """Give a fresh converted network the parts that the saved one had, ready for its weights."""
+    if network is None or merging is None:
+        return
+    for (_, merger), active in zip(mergers(network), merging["active"], strict=True):
+        if active:
+            merger.activate_()
+    if merging.get("frozen", False):  # folders of earlier versions do not say
+        freeze_(network)
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -16,11 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ltm.api import Record, conversion_of, is_merging, merge_tokens_, unmerge_tokens_, watching
-from ltm.core.bottleneck import BETA
-from ltm.core.clustering import class_centroids, class_membership, class_sums, image_features
+from ltm.core.bottleneck import (
+    BETA,
+    ClassStatistics,
+    check_labels,
+    class_centroids,
+    class_membership,
+    class_sums,
+    image_features,
+)
 from ltm.core.cost import evaluating
-from ltm.core.statistics import ClassStatistics
-from ltm.core.validation import check_labels
 from ltm.methods import BASELINE, methods
 from ltm.processes import require_images, sum_over_processes
 

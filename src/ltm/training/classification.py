@@ -26,8 +26,7 @@ from ltm.api import (
     save,
     watching,
 )
-from ltm.core.bottleneck import BETA, InformationBottleneck, information_bottleneck
-from ltm.core.clustering import image_features
+from ltm.core.bottleneck import BETA, InformationBottleneck, image_features, information_bottleneck
 from ltm.core.cost import evaluating
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.images import ImageDataset

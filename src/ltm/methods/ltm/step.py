@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ltm.core import clustering
+from ltm.core.bottleneck import ClassStatistics, class_membership
 from ltm.core.mask_gradient import Step, class_offsets
 from ltm.core.merge import token_sizes
-from ltm.core.statistics import ClassStatistics
 from ltm.core.validation import settle
 from ltm.methods.base import Decision, Hints, Merger, Site, StatisticalMerger
 
@@ -191,9 +190,7 @@ class LTMMerger(StatisticalMerger):
             )
         membership = None
         if bool(step.present.any()):
-            membership = clustering.class_membership(
-                feature, step.centroids, step.settings.beta, step.present
-            )
+            membership = class_membership(feature, step.centroids, step.settings.beta, step.present)
         self.statistics.update(feature, hints.labels, membership)
 
     @property
@@ -208,7 +205,7 @@ class LTMMerger(StatisticalMerger):
         if step is None or not step.active:
             return None
         feature = self.feature(merged, token_sizes(merged, hints.size))
-        phi = clustering.class_membership(feature, step.centroids, step.settings.beta, step.present)
+        phi = class_membership(feature, step.centroids, step.settings.beta, step.present)
         costs = step.costs.to(phi.dtype)
         per_image = costs[targets] if targets.ndim == 1 else targets.to(phi.dtype) @ costs
         return (phi * per_image).sum(dim=1).mean()

@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ltm.core import clustering
-from ltm.core.clustering import class_centroids, class_membership, class_sums, image_features
+from ltm.core.bottleneck import class_centroids, class_membership, class_sums, image_features
 from strategies import Samples, betas, samples
 
 
@@ -127,4 +126,4 @@ def test_bad_membership_input_is_named(
 @pytest.mark.parametrize("shape", [(0, 3, 8, 8), (3, 8, 8), (1, 3, 0, 8)])
 def test_bad_images_are_named(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="images has shape"):
-        clustering.image_features(torch.zeros(shape))
+        image_features(torch.zeros(shape))
