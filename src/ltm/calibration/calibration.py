@@ -36,8 +36,8 @@ from ltm.calibration.search import (
     config_of,
 )
 from ltm.calibration.sequences import SequenceCost, SequenceSpace
-from ltm.calibration.settings import MIN_IMAGES, CalibrateSettings, check_images
-from ltm.evaluation.images import load_batches, open_images
+from ltm.calibration.settings import CalibrateSettings
+from ltm.evaluation.images import MIN_IMAGES, open_images, read_images
 from ltm.evaluation.latency import interleaved
 from ltm.evaluation.modes import MODES
 from ltm.evaluation.records import describe
@@ -168,9 +168,10 @@ def calibrate(
     device = None if in_place else local_device(settings.device)
     network = open_model(model, device, merges=True, say=say)
     if images is None:
-        images = _read_images(network, str(data), settings)
+        dataset = open_images(str(data), settings.split, settings.images)
+        images = read_images(dataset, str(data), network, workers=settings.workers)
         image_size = (images.shape[-2], images.shape[-1])
-    check_images(images, image_size_of(network, image_size))
+    _check_images(images, image_size_of(network, image_size))
     with _showing(settings.trials, progress, silent=say is silent) as note:
         calibration = Calibration(network, images, config, settings, note)
         found = _searched(calibration, images)
@@ -204,13 +205,20 @@ def _showing(num_trials: int, progress: Progress, *, silent: bool) -> Iterator[P
         yield note
 
 
-def _read_images(model: nn.Module, data: str, settings: CalibrateSettings) -> Tensor:
-    """So many images, spread over the data, as the model expects them."""
-    dataset = open_images(data, settings.split, settings.images)
-    batches = load_batches(
-        dataset, data, model, batch_size=64, workers=settings.workers, labelled=False
-    )
-    return torch.cat([batch[0] for batch in batches])
+def _check_images(images: Tensor, size: tuple[int, int]) -> None:
+    """Refuse images that the network does not take, or too few."""
+    if images.ndim != 4 or not images.is_floating_point():
+        raise ValueError(
+            f"images: got {tuple(images.shape)} of {images.dtype}; they are normalised, in one "
+            "tensor of images x channels x height x width."
+        )
+    if tuple(images.shape[-2:]) != size:
+        raise ValueError(
+            f"images: got {images.shape[-2]} x {images.shape[-1]} pixels; the network takes "
+            f"{size[0]} x {size[1]} (image_size changes that, where it can be changed)."
+        )
+    if len(images) < MIN_IMAGES:
+        raise ValueError(f"images: got {len(images)}; at least {MIN_IMAGES} are needed.")
 
 
 def _searched(calibration: Calibration, images: Tensor) -> CalibrateResult:

@@ -24,6 +24,7 @@ from torch import Tensor, cat, nn
 from ltm.adapters.base import Adapter
 from ltm.adapters.blocks import TokenState
 from ltm.adapters.planning import Planner
+from ltm.evaluation.accuracy import kl_divergence
 from ltm.methods.base import Count, MethodConfig
 
 
@@ -103,16 +104,6 @@ _KICKS = 3
 
 _Kept = tuple[Any, Any]
 """A block's output, and what is known about its tokens."""
-
-
-def kl_divergence(logits: Float[Tensor, "b c"], original: Float[Tensor, "b c"]) -> Tensor:
-    """`KL(original || merged)` of the class probabilities, in nats."""
-    return F.kl_div(
-        logits.float().log_softmax(-1),
-        original.float().log_softmax(-1),
-        reduction="none",
-        log_target=True,
-    ).sum(-1)
 
 
 def cosine_distance(features: Any, original: Any) -> Tensor:

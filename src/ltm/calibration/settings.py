@@ -1,16 +1,10 @@
-"""How to search, and what is refused before it starts. Importing this imports no torch."""
+"""Settings of `ltm.calibrate`. Importing this imports no torch."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-MIN_IMAGES = 32
-"""Fewer images say more about themselves than about the network."""
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +46,11 @@ class CalibrateSettings:
     """Of the search."""
 
     def __post_init__(self) -> None:
-        if self.budget is not None:
-            check_budget(self.budget)
+        if self.budget is not None and not 0 < self.budget <= 1:
+            raise ValueError(
+                f"budget: got {self.budget:g}; it is a share of the original's multiply-adds, "
+                "above 0 and at most 1."
+            )
         for name in ("sites", "trials", "time_batch", "multiple", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -69,28 +66,3 @@ def Settings(**values: Any) -> CalibrateSettings:  # noqa: N802 - a class until 
         stacklevel=2,
     )
     return CalibrateSettings(**{name.removeprefix("num_"): v for name, v in values.items()})
-
-
-def check_budget(budget: float) -> None:
-    """Refuse what is no share."""
-    if not 0 < budget <= 1:
-        raise ValueError(
-            f"budget: got {budget:g}; it is a share of the original's multiply-adds, above 0 and "
-            "at most 1."
-        )
-
-
-def check_images(images: Tensor, size: tuple[int, int]) -> None:
-    """Refuse images that the network does not take, or too few."""
-    if images.ndim != 4 or not images.is_floating_point():
-        raise ValueError(
-            f"images: got {tuple(images.shape)} of {images.dtype}; they are normalised, in one "
-            "tensor of images x channels x height x width."
-        )
-    if tuple(images.shape[-2:]) != size:
-        raise ValueError(
-            f"images: got {images.shape[-2]} x {images.shape[-1]} pixels; the network takes "
-            f"{size[0]} x {size[1]} (image_size changes that, where it can be changed)."
-        )
-    if len(images) < MIN_IMAGES:
-        raise ValueError(f"images: got {len(images)}; at least {MIN_IMAGES} are needed.")

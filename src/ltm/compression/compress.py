@@ -40,6 +40,7 @@ from ltm.evaluation.images import (
     expected_images,
     load_batches,
     part_images,
+    read_images,
     repeated_images,
     sample_images,
 )
@@ -77,7 +78,6 @@ from ltm.report.tracing import last_attended_block, trace_models
 
 _DEFAULTS = CompressSettings()
 _FITTING_IMAGES = 64
-_SAMPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -237,7 +237,8 @@ class _Compression:
     @cached_property
     def calibration_batch(self) -> Tensor:
         """Unlabelled images, none of which is evaluated."""
-        return torch.cat([images for images, _ in self._batches(self.images.calibration)])
+        workers = self.settings.workers
+        return read_images(self.images.calibration, self.data, self.models[BASE], workers=workers)
 
     def _batches(self, dataset: Any) -> Any:
         return load_batches(
@@ -436,7 +437,7 @@ class _Compression:
 
     def _sample(self) -> Tensor:
         """Images on which tokens are counted, and MACs that differ from image to image."""
-        return sample_images(self.images.evaluation, self.data, self.models[BASE], _SAMPLE)
+        return sample_images(self.images.evaluation, self.data, self.models[BASE])
 
     def _lead(self) -> dict[str, PairedDifference]:
         """Accuracy of the compressed network less that of each peer."""

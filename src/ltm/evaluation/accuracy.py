@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ltm.core.cost import evaluating
@@ -97,7 +98,7 @@ def evaluate(
             images, labels = batch[0].to(device), batch[1].to(device)
             num_images += len(labels)
             logits = {name: _logits(model, images) for name, model in models.items()}
-            reference = None if original is None else logits[original].log_softmax(-1)
+            reference = None if original is None else logits[original]
             for name, values in logits.items():
                 rows[name].append(_describe(values, labels, reference))
     require_images(num_images, device)
@@ -120,7 +121,7 @@ def _describe(logits: Tensor, labels: Tensor, reference: Tensor | None) -> Tenso
     log_probability = logits.log_softmax(-1)
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     prediction = logits.argmax(1)
-    reference = log_probability if reference is None else reference
+    reference = logits if reference is None else reference
     columns = (
         labels,
         prediction,
@@ -128,9 +129,15 @@ def _describe(logits: Tensor, labels: Tensor, reference: Tensor | None) -> Tenso
         log_probability.gather(1, prediction[:, None])[:, 0].exp(),
         -log_probability.gather(1, labels[:, None])[:, 0],
         prediction == reference.argmax(1),
-        F.kl_div(log_probability, reference, reduction="none", log_target=True).sum(1),
+        kl_divergence(logits, reference),
     )
     return torch.stack([column.double() for column in columns], dim=1)
+
+
+def kl_divergence(logits: Float[Tensor, "b c"], original: Float[Tensor, "b c"]) -> Tensor:
+    """`KL(original || merged)` of the class probabilities, in nats."""
+    ours, theirs = (values.float().log_softmax(-1) for values in (logits, original))
+    return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
 
 
 def _outputs(rows: Tensor, has_original: bool) -> Outputs:

@@ -42,8 +42,6 @@ from ltm.processes import joined, local_device
 from ltm.progress import Progress
 
 _DEFAULTS = EvaluateSettings()
-_SAMPLE = 64
-"""Images on which a method is fitted, and its share of the MACs is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -115,7 +113,7 @@ def evaluate(
         batches = load_batches(dataset, data, network, **placed)
         if not is_merging(network):
             few, source = (dataset, data) if others is None else (others, settings.statistics)
-            _fit_(models, lambda: sample_images(few, str(source), network, _SAMPLE))
+            _fit_(models, lambda: sample_images(few, str(source), network))
         if others is not None:
             more = load_batches(others, str(settings.statistics), network, labelled=False, **placed)
             _collect_(models, more, say)
@@ -129,7 +127,7 @@ def evaluate(
             if not measured.outputs:
                 raise
             interrupted = True
-        rows = measured.rows(lambda: sample_images(dataset, data, network, _SAMPLE))
+        rows = measured.rows(lambda: sample_images(dataset, data, network))
     against = {name: measured.difference(name, BASE) for name in models}
     return EvaluateResult(
         networks=rows,

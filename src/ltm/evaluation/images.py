@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ltm.api import image_size_of
@@ -15,10 +16,10 @@ from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.models import check_classes, require_least
 
-_LEAST_CALIBRATION = 32
-"""Fewer images than this say little about a schedule."""
-_FEW = 64
-"""No more images are read for one batch to time."""
+MIN_IMAGES = 32
+"""For calibration: fewer say more about themselves than about the network."""
+_SAMPLE = 64
+"""Images of a sample, and at most so many different ones in a batch to time."""
 
 
 def open_images(source: str, split: str, images: int | None = None) -> Any:
@@ -49,16 +50,20 @@ def load_batches(
     return evaluation_loader(dataset, expected_images(model, config), config, **placed)
 
 
-def sample_images(dataset: Any, source: str, model: nn.Module, number: int) -> Tensor:
-    """The same few images, spread over the data, in every process."""
-    few = dataset.take(number)
-    batches = load_batches(few, source, model, batch_size=number, workers=0, labelled=False)
-    return next(iter(batches))[0]
+def read_images(dataset: Any, source: str, model: nn.Module, *, workers: int = 0) -> Tensor:
+    """All images of a data set in one tensor, in every process; their labels do not count."""
+    batches = load_batches(dataset, source, model, batch_size=64, workers=workers, labelled=False)
+    return torch.cat([images for images, _ in batches])
+
+
+def sample_images(dataset: Any, source: str, model: nn.Module, number: int = _SAMPLE) -> Tensor:
+    """A few images, spread over the data."""
+    return read_images(dataset.take(number), source, model)
 
 
 def repeated_images(dataset: Any, source: str, model: nn.Module, batch_size: int) -> Tensor:
     """A batch of real images, repeated where there are too few."""
-    few = sample_images(dataset, source, model, min(batch_size, _FEW))
+    few = sample_images(dataset, source, model, min(batch_size, _SAMPLE))
     return few.repeat(-(-batch_size // len(few)), 1, 1, 1)[:batch_size]
 
 
@@ -87,7 +92,7 @@ def part_images(
         reason = "it is switched off"
     elif dataset.split == "all":
         number = min(calibration_images, len(dataset) // 3)
-        if number < _LEAST_CALIBRATION:
+        if number < MIN_IMAGES:
             reason = f"{len(dataset)} images are too few to set some aside"
         else:  # evenly spread, and the same ones whatever number is evaluated
             calibration = dataset.take(number)
