@@ -55,9 +55,10 @@ class Measurement:
     bottleneck: tuple[SiteBottleneck, ...] = ()
     note: str = ""
 
-    def timing(self, batch_size: int) -> Timing | None:
-        """The time of a batch, if it was measured."""
-        return next((t for t in self.timings if t.batch_size == batch_size), None)
+    def timing(self, batch_size: int, mode: str = "eager") -> Timing | None:
+        """The time of a batch in a mode, if it was measured."""
+        found = (t for t in self.timings if (t.batch_size, t.mode) == (batch_size, mode))
+        return next(found, None)
 
 
 class Measurements:
@@ -92,7 +93,6 @@ class Measurements:
         if loop.interrupted:
             raise KeyboardInterrupt
 
-    @torch.no_grad()
     def measure_tokens(self, images: Tensor) -> None:
         """Count the tokens after each block, also where nothing merges."""
         for name, model in self.models.items():
