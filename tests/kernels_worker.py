@@ -262,11 +262,15 @@ def whole(config, dtype, family="vit"):
     enable()
     try:
         with FlopCounterMode(display=False) as count:
-            model(images)
-        outputs = model.to(dtype)(images.to(dtype)).float()
+            outputs = model(images)
+        if dtype is not torch.float32:
+            outputs = model.to(dtype)(images.to(dtype)).float()
     finally:
         enable(False)
-    plain = model.to(dtype)(images.to(dtype)).float()
+    if dtype is torch.float32:
+        plain = expected
+    else:
+        plain = model.to(dtype)(images.to(dtype)).float()
     differences = [float((y - expected).norm() / expected.norm()) for y in (outputs, plain)]
     return [*differences, count.get_total_flops() / plain_count.get_total_flops()]
 
@@ -362,11 +366,12 @@ def main():
             for channels, weighed in ((40, True), (130, True), (130, False))
         ],
         "families": {
-            f"{family} {weights}": whole(
-                ltm.LTM(ratio=0.8, weights=ltm.Informative(gain=1.0)), torch.float32, family
-            )
+            f"{family} {name}": whole(ltm.LTM(ratio=0.8, weights=weights), torch.float32, family)
             for family in ("swin", "mobilevit", "efficientvit")
-            for weights in ("informative", "uniform")
+            for name, weights in (
+                ("informative", ltm.Informative(gain=1.0)),
+                ("uniform", "uniform"),
+            )
         },
         "learns": {name: learns(MODELS[name]) for name in ("informative", "operators")},
         "models": {name: whole(config, torch.float32) for name, config in MODELS.items()},
