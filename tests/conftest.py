@@ -48,9 +48,15 @@ OUTER = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The quick tier sees the inner rooms, and one network of the tables over all of them."""
+    grids = ("swin", "mobilevit", "efficientvit")
     for item in items:
-        name = getattr(getattr(item, "callspec", None), "params", {}).get("name")
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        name = given.get("name")
         another = isinstance(name, str) and name in TOYS and name != "vit"
+        another |= any(
+            isinstance(value, str) and value.startswith(grids) for value in given.values()
+        )
+        another |= item.name.startswith("test_swin_")
         if another or item.path.parent.name in OUTER or item.path.name.startswith("test_a_new_"):
             item.add_marker(pytest.mark.slow)
 

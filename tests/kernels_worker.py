@@ -267,10 +267,7 @@ def whole(config, dtype, family="vit"):
             outputs = model.to(dtype)(images.to(dtype)).float()
     finally:
         enable(False)
-    if dtype is torch.float32:
-        plain = expected
-    else:
-        plain = model.to(dtype)(images.to(dtype)).float()
+    plain = expected if dtype is torch.float32 else model.to(dtype)(images.to(dtype)).float()
     differences = [float((y - expected).norm() / expected.norm()) for y in (outputs, plain)]
     return [*differences, count.get_total_flops() / plain_count.get_total_flops()]
 

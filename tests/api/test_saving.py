@@ -105,6 +105,7 @@ def test_the_constants_of_a_trained_batch_mask_come_back(name, form, tmp_path):
         assert torch.equal(again(images), model(images))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_saved_as_what_it_is(tmp_path):
     model, images = prepared("vit", STATIC)
     ltm.save(torch.compile(model), tmp_path)
@@ -243,6 +244,7 @@ def test_frozen_masks_are_for_the_grids_that_they_were_made_for(name, size, othe
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_supports_follow_the_logits_that_are_loaded(tmp_path):
     model, images = prepared("efficientvit", ltm.LTM(ratio=0.8))
     for logits in (p for n, p in model.named_parameters() if n.endswith("logits")):
@@ -266,6 +268,7 @@ def test_what_a_model_was_made_with_is_saved(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_frozen_mask_refuses_smaller_images_even_where_it_would_not_merge():
     model = timm.create_model("efficientvit_b0", num_classes=5).eval()
     ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, weights="uniform"), 224)
@@ -307,6 +310,7 @@ def small(**arguments):
 
 @torch.no_grad()
 @pytest.mark.parametrize("unusual", [{"act_layer": "relu"}, {"num_heads": 6}])
+@pytest.mark.slow
 def test_a_network_of_other_layers_is_not_taken_for_the_saved_one(unusual, tmp_path):
     model, images = small(**unusual), torch.randn(2, 3, 64, 64)
     ltm.merge_tokens_(model, ltm.ToMe(per_block=0.9))

@@ -13,8 +13,6 @@ from timm.layers.attention import Attention
 from ltm.core import attention as attention_step
 from ltm.kernels import dispatch
 
-pytestmark = pytest.mark.slow
-
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -34,6 +32,7 @@ def found():
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_decisions_are_the_same_and_weights_and_merged_tokens_agree(found):
     for name, case in found["kernels"].items():
         # Which of the tokens that are not there leaves is anybody's choice.
@@ -48,6 +47,7 @@ def test_decisions_are_the_same_and_weights_and_merged_tokens_agree(found):
         assert case["weights"] < 1e-5, name
 
 
+@pytest.mark.slow
 def test_many_images_in_half_precision_are_decided_alike_every_time(found):
     if "repeated" not in found:
         pytest.skip("no CUDA device")
@@ -56,6 +56,7 @@ def test_many_images_in_half_precision_are_decided_alike_every_time(found):
     assert right > 0.98  # a token that leaves earlier or later moves the places after it
 
 
+@pytest.mark.slow
 def test_attention_and_importance_agree(found):
     for num_tokens, (attention, importance) in found["attention"].items():
         assert attention < 1e-5, num_tokens
@@ -64,6 +65,7 @@ def test_attention_and_importance_agree(found):
         assert attention < 5e-3, case
 
 
+@pytest.mark.slow
 def test_informative_steps_agree(found):
     for case, (logits, weights) in found["inform"].items():
         assert max(logits, weights) < 1e-3, case
@@ -75,16 +77,19 @@ def test_informative_steps_agree(found):
         assert max(weights, logits) < 1e-5, case
 
 
+@pytest.mark.slow
 def test_constant_masks_agree(found):
     for single, half in zip(found["mixed"][::2], found["mixed"][1::2], strict=True):
         assert single < 1e-6
         assert half < 1e-3
 
 
+@pytest.mark.slow
 def test_tokens_with_much_in_common_are_decided_alike(found):
     assert min(found["decided"]) > 0.99
 
 
+@pytest.mark.slow
 def test_grids_agree(found):
     assert max(found["grids"]) < 1e-5
     assert max(found["grids in half"]) < 1e-2
@@ -94,6 +99,7 @@ def test_grids_agree(found):
         assert 0.8 < cost < 1.02, name
 
 
+@pytest.mark.slow
 def test_networks_agree(found):
     kinds = {"default", "static", "frozen", "informative", "operators", "unimportant"}
     assert set(found["models"]) == kinds
@@ -107,6 +113,7 @@ def test_networks_agree(found):
         assert difference < 1e-5, name
 
 
+@pytest.mark.slow
 def test_what_trains_on_a_frozen_network_has_the_gradients_of_the_plain_path(found):
     for name, (ours, plain) in found["learns"].items():
         assert len(plain) > 1, name
