@@ -14,7 +14,7 @@ from torch import nn
 
 from ltm.api import conversion_of
 from ltm.evaluation.accuracy import PairedDifference
-from ltm.evaluation.latency import BASE
+from ltm.evaluation.latency import BASE, Timing
 from ltm.evaluation.measurement import Measurement
 from ltm.evaluation.records import Environment
 from ltm.methods.base import Site
