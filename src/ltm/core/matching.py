@@ -117,7 +117,7 @@ def match(
         if not uses_triton(tokens.detach(), *given):
             weighed = by_attention(weight, tokens, size, attention, rule)
             weighed = weighed.scatter(1, places[2].long(), 0.0) if rule.prune else weighed
-        return Outcome(_ordered(rule, *places, weighed), logits)
+        return Outcome(_ordered(rule, places[0], places[1], places[2], weighed), logits)
     found = match_least_harm(tokens, rule, size=size, attention=attention)
     weight = by_attention(weight, tokens, size, attention, rule)
     merge = merge_in_order(found, weight, prune=rule.prune, keep_norm=rule.keep_norm)
