@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import ltm
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
-NUM_IMAGES = 500
+NUM_IMAGES = 300
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def model(real_data):
 
 @pytest.fixture(scope="module")
 def data(real_data):
-    """Every fourth image, so that all parts of the label set are seen."""
+    """Images at equal distances, so that all parts of the label set are seen."""
     images, labels = [], []
     with zipfile.ZipFile(real_data / "imagenet-val.zip") as archive:
         names = sorted(
