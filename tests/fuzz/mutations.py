@@ -7,6 +7,7 @@ Each takes the content of a good file and a random number generator, and returns
 import json
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -161,7 +162,7 @@ def _change_value(value: Any, random: Random) -> Any:
         else:
             _change_keys(value, key, random)
         return value
-    return random.choice((*_VALUES, [value], {"a": value}, str(value), _DEEP))
+    return deepcopy(random.choice((*_VALUES, [value], {"a": value}, str(value), _DEEP)))
 
 
 def _change_keys(value: Any, key: Any, random: Random) -> None:
@@ -173,6 +174,6 @@ def _change_keys(value: Any, key: Any, random: Random) -> None:
     elif kind == "exchange":
         value[key], value[other] = value[other], value[key]
     elif isinstance(value, list):
-        value.append(value[key])
+        value.append(deepcopy(value[key]))
     else:
-        value[_text(random)] = value[key] if kind == "double" else value.pop(key)
+        value[_text(random)] = deepcopy(value[key]) if kind == "double" else value.pop(key)

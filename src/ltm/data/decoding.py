@@ -6,7 +6,6 @@ Whatever reads images reads them here: data sets, prediction, reports, the page,
 import io
 import re
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +46,7 @@ def decode(
     limits: Limits | None = None,
     *,
     size: tuple[int, int] | None = None,
-    formats: Sequence[str] | None = None,
+    formats: tuple[str, ...] | None = None,
     draft: int | None = None,
 ) -> Image.Image:
     """Decode an image to RGB, turned upright as its EXIF orientation says.
