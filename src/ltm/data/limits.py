@@ -35,7 +35,8 @@ class Limits:
         if number > most:
             raise LimitError(
                 f"{said}, but {field} is {most}; "
-                f"if the file is right, write ?{field}={number} behind the name of the data"
+                f"if the file is right, write ?{field}={number} behind the name of the data",
+                number,
             )
 
     def check_inflation(self, where: object, *, stored: int, inflated: int) -> None:
@@ -45,7 +46,8 @@ class Limits:
             raise LimitError(
                 f"{where} has {stored} bytes and would inflate to {inflated}, {times} times as "
                 f"many, but most_inflation is {self.most_inflation}; if the archive is right, "
-                f"write ?most_inflation={times} behind the name of the data"
+                f"write ?most_inflation={times} behind the name of the data",
+                times,
             )
 
 
@@ -53,7 +55,15 @@ _ALWAYS_INFLATED = 2**26
 
 
 class LimitError(ValueError):
-    """A file has more of something than is read."""
+    """A file has more of something than is read: how many is in `number`."""
+
+    def __init__(self, said: str, number: int) -> None:
+        super().__init__(said)
+        self.number = number
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        """Errors of a loader's process travel to the one that asked."""
+        return type(self), (str(self), self.number)
 
 
 class LimitedSource(NamedTuple):

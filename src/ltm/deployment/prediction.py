@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torchvision.transforms.v2.functional import pil_to_tensor
+from torchvision.transforms.v2.functional import pil_to_tensor, to_dtype
 
 from ltm.api.saving import saved_folder
 from ltm.data.decoding import read_image
@@ -236,7 +236,7 @@ class Detector(ImageModel):
         self.loaded, self.threshold = loaded, threshold
 
     def prepare(self, image: Image.Image) -> Tensor:
-        return pil_to_tensor(image)
+        return to_dtype(pil_to_tensor(image), scale=True)
 
     @torch.inference_mode()
     def answer(self, images: Sequence[Tensor]) -> list[Answer]:

@@ -248,7 +248,8 @@ def read_picture(path: str | Path) -> Image.Image:
         )
     except LimitError as error:
         raise RefusedUploadError(
-            f"The picture is too large; at most {_MAX_PIXELS // 1_000_000} megapixels are taken."
+            f"The picture has {error.number / 1e6:.0f} megapixels; "
+            f"at most {_MAX_PIXELS // 1_000_000} megapixels are taken."
         ) from error
     except ValueError as error:
         raise RefusedUploadError(
