@@ -190,6 +190,13 @@ def test_images_are_upright_where_they_are_annotated_so(odd_data, annotated):
     assert (left_above, right_above) == ((255, 0) if annotated == (20, 10) else (0, 255))
 
 
+@pytest.mark.parametrize("text", [b"[" * 200_000, b"\xff\xfe{", b'{"images": NaN', b""])
+def test_what_is_no_json_is_named(odd_data, text):
+    (odd_data / "instances.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"instances\.json is no JSON: "):
+        open_detection(odd_data)
+
+
 def test_limits_are_written_behind_the_source(odd_data):
     assert len(open_detection(f"{odd_data}?most_pixels=200")) == 2
     with pytest.raises(ValueError, match=r"image 5: .* make 200 pixels, but most_pixels is 199"):

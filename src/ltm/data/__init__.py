@@ -1,5 +1,5 @@
 """Images in, batches out: folders, archives, tar shards, Hugging Face, and generated pictures.
 
-Import from the modules: `datasets` (open labelled images), `loading` (batches), `transforms`,
-`shapes` (generated, no download), `config` (settings; imports nothing heavy).
+Import from the modules: `datasets` (open labelled images), `decoding` (read one image), `limits`,
+`loading` (batches), `transforms`, `shapes` (generated, no download), `config` (settings; imports nothing heavy).
 """
