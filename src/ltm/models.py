@@ -468,6 +468,8 @@ class ModelSource:
     def _with_weights(self, name: str, path: Path, say: Say) -> nn.Module:
         from timm.models import get_pretrained_cfg
 
+        from ltm.api.saving import misfits
+
         weights = read_weights(path, say)
         known = get_pretrained_cfg(name)
         classifier = None if known is None else known.classifier
@@ -483,9 +485,9 @@ class ModelSource:
             arguments["num_classes"] = len(bias)
         model = create_model(name, arguments)
         # Weights trained at another size: a model of that size has their shapes.
-        if _misfits(model, weights):
+        if misfits(model, weights):
             resized = self._resized(arguments)
-            model = model if resized is None or _misfits(resized, weights) else resized
+            model = model if resized is None or misfits(resized, weights) else resized
         load_weights_(model, weights, f"weights {path} do not fit {name}")
         return model
 
