@@ -592,7 +592,7 @@ def check_name(name: str) -> None:
     """Refuse a name that timm does not know, and say which it may have meant."""
     import timm
 
-    if name.startswith("ltm_"):
+    if name.startswith(("ltm_", "demo_")):
         import ltm.zoo  # noqa: F401 - registers its names
     architecture = name.partition(".")[0]
     if ":" in name or timm.is_model(architecture):

@@ -17,8 +17,9 @@ class TrainFolder(RunFolder):
     recipe: str | None = None
     """Named settings to start from: mobilevit_xs, mobilevit_s, efficientvit_b1_r224,
     efficientvit_b1_r288, vit_small, vit_base, swin_tiny, swin_base, general, or, for a CPU,
-    shapes_vit, shapes_swin, shapes_mobilevit, shapes_efficientvit. By default that of the model, if
-    it has one, and shapes_vit where no model is named."""
+    shapes_vit, shapes_swin, shapes_mobilevit, shapes_efficientvit; demo_vit trains the package's
+    own network anew. By default that of the model, if it has one, and shapes_vit where no model is
+    named."""
 
 
 def train(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:

@@ -48,7 +48,7 @@ def open_dataset(
     source = str(source)
     if source.partition(":")[0] == "shapes":  # a folder of this name is written ./shapes
         counts = {"images": 4000, "val_images": 1000}
-        arguments = shapes_arguments(source, split, classes=10, size=64, **counts)
+        arguments = shapes_arguments(source, split, classes=10, size=64, small=0, **counts)
         return ShapesClassification(**arguments, transform=transform)
     found = _find_images(source, split, holdout_ratio)
     return ImageDataset(

@@ -39,6 +39,8 @@ class Picture(NamedTuple):
 class ShapesClassification(ImageDataset):
     """One textured shape per image; label `index % num_classes`, so every prefix is balanced.
 
+    A shape's radius is 0.22 to 0.36 of the image side, or 0.1 to 0.2 if `small`.
+
     Data sets up to 256 MiB are painted once and kept; larger ones are painted anew each time.
     """
 
@@ -50,13 +52,15 @@ class ShapesClassification(ImageDataset):
         num_classes: int = 10,
         seed: int = 0,
         *,
+        small: bool = False,
         transform: Transform | None = None,
     ) -> None:
         names = class_names(num_classes)
         self.image_size = _at_least(1, "image_size", image_size)
         self.seed = _at_least(0, "seed", seed)
         labels = np.arange(_at_least(1, "num_images", num_images)) % num_classes
-        images = _ShapeImages(_known_split(split), labels, image_size, seed)
+        radii = _SMALL_RADII if small else _RADII
+        images = _ShapeImages(_known_split(split), labels, image_size, seed, radii)
         super().__init__(images, labels, names, split=split, transform=transform)
 
     def take(self, num_images: int) -> Self:
@@ -67,8 +71,16 @@ class ShapesClassification(ImageDataset):
 class _ShapeImages:
     """Pictures of one shape each, painted when they are read."""
 
-    def __init__(self, split: str, labels: np.ndarray, image_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        split: str,
+        labels: np.ndarray,
+        image_size: int,
+        seed: int,
+        radii: tuple[float, float],
+    ) -> None:
         self._split, self._labels, self._image_size, self._seed = split, labels, image_size, seed
+        self._radii = radii
         keeps = len(labels) * 3 * image_size**2 <= _MAX_CACHED_BYTES
         self._kept: dict[int, np.ndarray] | None = {} if keeps else None
 
@@ -87,7 +99,7 @@ class _ShapeImages:
 
     def _paint(self, index: int) -> np.ndarray:
         rng = _generator(self._seed, "classification", self._split, index)
-        scene = draw_scene(rng, (int(self._labels[index]),), _RADII)
+        scene = draw_scene(rng, (int(self._labels[index]),), self._radii)
         return np.ascontiguousarray(paint(scene, self._image_size).image.transpose(1, 2, 0))
 
 
@@ -235,10 +247,12 @@ def shapes_options(source: str, defaults: dict[str, int]) -> dict[str, int]:
 def shapes_arguments(source: str, split: str, **defaults: int) -> dict[str, Any]:
     """Read a source as arguments of `ShapesClassification` or `ShapesDetection`.
 
-    Defaults are `classes`, `size`, and `images` to train on and `val_images` otherwise.
+    Defaults are `classes`, `size`, and `images` to train on and `val_images` otherwise, and `small`
+    where there is a choice.
     """
     options = shapes_options(source, defaults | {"seed": 0})
-    return {
+    choice = {"small": bool(options["small"])} if "small" in options else {}
+    return choice | {
         "split": split,
         "num_images": options["images" if split == "train" else "val_images"],
         "image_size": options["size"],

@@ -147,6 +147,22 @@ def small_network(
     )
 
 
+def _demo(name: str) -> TrainSettings:
+    """How a network that comes with the package was trained; a few minutes on a GPU."""
+    return TrainSettings(
+        model=ModelSettings(name=name),
+        merge=MergeSettings(method="none"),
+        data=DataConfig(
+            source="shapes:classes=20,size=224,small=1,images=100000,val_images=2000",
+            batch_size=128,
+            workers=14,
+        ),
+        augment=AugmentConfig.none(),
+        optim=OptimSettings(epochs=4, optimizer="muon", lr=5e-3, lr_warmup_epochs=0.5, clip=1.0),
+        run=_GPU,
+    )
+
+
 _GENERAL = "general"
 """The recipe of models that have none of their own."""
 
@@ -156,6 +172,7 @@ SMALLEST = "shapes_vit"
 SCRATCH = {
     **{name: _scratch(name) for name in BACKBONES},
     **{f"shapes_{family}": _small(family) for family in _SMALL},
+    "demo_vit": _demo("demo_vit"),
     _GENERAL: TrainSettings(
         merge=MergeSettings(warm_epochs=5), optim=replace(_DEIT, epochs=100, clip=1.0)
     ),
