@@ -11,7 +11,7 @@ import tyro
 import yaml
 
 from ltm.cli.commands import OPTIONS
-from ltm.models import changed, read_words
+from ltm.models import changed, check_name, read_words
 from ltm.training.recipes import BACKBONES, FINETUNE, SCRATCH, find_recipe, recipe_of
 from ltm.training.settings import TrainSettings, read_settings, to_yaml
 
@@ -22,18 +22,19 @@ RECIPES = {f"train {k}": v for k, v in SCRATCH.items()} | {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_survive_yaml_and_name_what_exists(name: str, tmp_path: Path) -> None:
-    import timm
-
     from ltm.training.network import method_config
 
     settings = RECIPES[name]
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(settings))
     assert read_settings(path, TrainSettings()) == settings
-    assert timm.is_model(settings.model.name)
+    check_name(settings.model.name)
     method = method_config(settings.merge)
-    assert method is not None
-    assert method.ratio == 0.7
+    if name == "train demo_vit":
+        assert method is None  # it learns without merging
+    else:
+        assert method is not None
+        assert method.ratio == 0.7
     assert (settings.tune.trainable == "mergers") == name.startswith("finetune")
 
 
