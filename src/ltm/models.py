@@ -514,10 +514,13 @@ def open_model(model: Network, device: torch.device | None = None, **options: An
         device: where to; a network that is there already is copied, so that it stays where it is.
         options: of `ModelSource.load`.
     """
+    from ltm.core.finite import require_finite
+
     source = source_of(model)
+    network = cast("nn.Module", model) if source is None else source.load(**options)
+    require_finite(network.state_dict(), "model: ")
     if source is not None:
-        return source.load(**options).to(device)
-    network = cast("nn.Module", model)
+        return network.to(device)
     return network if device is None else copy.deepcopy(network).to(device)
 
 
@@ -782,6 +785,7 @@ def load_weights_(
         What was left out.
     """
     from ltm.api.saving import misfits
+    from ltm.core.finite import require_finite
 
     left_out: list[str] = []
     if new_head:
@@ -798,6 +802,7 @@ def load_weights_(
         raise ValueError(
             f"{problem}: {'; '.join(found[:3])}{more}; name the model that they were saved from"
         )
+    require_finite(weights, f"{problem}: ")
     model.load_state_dict(weights, strict=False)
     return left_out
 

@@ -83,7 +83,7 @@ def test_uniform_weights_are_none() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Informative(eta=0.0), "eta: got 0.0; it must be positive"),
+        (lambda: Informative(eta=0.0), "eta: got 0.0; it must be a number larger than 0"),
         (lambda: Learned(space="pixel"), "space: got 'pixel'; it must be 'pooled' or 'token'"),
         (lambda: Matched(size_power=0.0), "size_power: got 0; proportional_attention=False"),
         (lambda: LTM.from_settings({"support": "mached"}), "support: got 'mached'"),

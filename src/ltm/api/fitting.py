@@ -20,6 +20,7 @@ from ltm.adapters.blocks import Record
 from ltm.adapters.planning import Planner
 from ltm.api.conversion import conversion_of, mergers, unmerge_tokens_, watching
 from ltm.core.cost import evaluating, meta_copy
+from ltm.core.finite import require_finite_images
 from ltm.methods.base import Images, StatisticalMerger, statistical
 
 
@@ -123,8 +124,7 @@ def measure_share(
         batches = batches.split(32)
     device = next(model.parameters()).device
     total, num_images = 0.0, 0
-    for batch in batches:
-        images, _ = _images_and_labels(batch)
+    for images, _ in _checked(batches):
         with evaluating(model), watching(model) as records:
             model(images.to(device))
         left = [
@@ -186,7 +186,7 @@ def collect_statistics_(
             merger.forget_statistics_()
         num_images = 0
         for _ in range(passes):
-            num_images = sum(_observe(model, batch) for batch in progress(loader))
+            num_images = sum(_observe(model, *batch) for batch in _checked(progress(loader)))
             if num_images == 0:
                 raise ValueError("loader: it gave no images.")
             for merger in steps:
@@ -207,12 +207,12 @@ def _kept_on_failure(steps: Sequence[StatisticalMerger]) -> Iterator[None]:
         raise
 
 
-def _observe(model: nn.Module, batch: Any) -> int:
+def _observe(model: nn.Module, images: Tensor, labels: Tensor | None) -> int:
     device = next(model.parameters()).device
-    images, labels = _images_and_labels(batch)
-    images = images.to(device)
     with evaluating(model), watching(model) as records:
-        predictions = model(images).argmax(dim=1)
+        scores = model(images.to(device))
+    require_finite_images(scores, "loader: the model's scores")
+    predictions = scores.argmax(dim=1)
     if labels is None:
         labels = predictions
     labels = labels.to(device)
@@ -227,6 +227,14 @@ def observe_(records: Sequence[Record], labels: Tensor) -> None:
         if isinstance(record.merger, StatisticalMerger) and record.decision is not None:
             hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
             record.merger.observe(record.merged, hints)
+
+
+def _checked(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Images and labels of a loader's batches; an image that is not finite is told by its index."""
+    for number, batch in enumerate(loader):
+        images, labels = _images_and_labels(batch)
+        require_finite_images(images, f"loader: batch {number}")
+        yield images, labels
 
 
 def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:

@@ -26,6 +26,7 @@ from ltm.api.conversion import (
     watching,
 )
 from ltm.core.cost import channels_of, meta_copy
+from ltm.core.finite import require_finite
 from ltm.core.patches import embed_by_product_
 from ltm.core.validation import plain
 from ltm.methods import config_from_dict
@@ -104,6 +105,8 @@ def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | N
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     done = conversion_of(model)
     _require_whole(model)
+    require_finite(model.state_dict(), "model: ")
+    names = names_for(model, class_names)
     folder = Path(folder)
     config = {
         **_host_arguments(model, done.image_size),
@@ -119,7 +122,6 @@ def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | N
             "macs_after": done.macs_after,
         },
     }
-    names = telling_names(class_names or ())
     if names is not None:
         config["label_names"] = names
     text = json.dumps(config, indent=2) + "\n"
@@ -133,6 +135,18 @@ def telling_names(names: Sequence[str]) -> tuple[str, ...] | None:
     """The names of classes; None where they are but their numbers: timm may know better ones."""
     numbered = all(name.isdecimal() and int(name) == at for at, name in enumerate(names))
     return None if numbered else tuple(names)
+
+
+def names_for(model: nn.Module, class_names: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The names to keep with a model, one per class; None where they are but their numbers."""
+    names = telling_names(class_names or ())
+    number = int(getattr(model, "num_classes", 0) or 0)
+    if names is not None and len(names) != number:
+        raise ValueError(
+            f"class_names: got {len(names)} names, and the model has {number} classes; "
+            "give one per class."
+        )
+    return names
 
 
 def _require_whole(model: nn.Module) -> None:
@@ -183,6 +197,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
             if active:
                 merger.activate_()
         weights = load_file(folder / WEIGHTS)
+        require_finite(weights, f"{folder / WEIGHTS}: ")
         if known["frozen"]:
             weights = freeze_as_(model, weights)
             embed_by_product_(model)

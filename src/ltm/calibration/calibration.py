@@ -37,6 +37,7 @@ from ltm.calibration.search import (
 )
 from ltm.calibration.sequences import SequenceCost, SequenceSpace
 from ltm.calibration.settings import CalibrateSettings
+from ltm.core.finite import require_finite_images
 from ltm.evaluation.images import MIN_IMAGES, open_images, read_images
 from ltm.evaluation.latency import interleaved
 from ltm.evaluation.modes import MODES
@@ -217,6 +218,7 @@ def _check_images(images: Tensor, size: tuple[int, int]) -> None:
             f"images: got {images.shape[-2]} x {images.shape[-1]} pixels; the network takes "
             f"{size[0]} x {size[1]} (image_size changes that, where it can be changed)."
         )
+    require_finite_images(images, "images")
     if len(images) < MIN_IMAGES:
         raise ValueError(f"images: got {len(images)}; at least {MIN_IMAGES} are needed.")
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from ltm.core.finite import require_finite
 from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, widen
 from ltm.processes import sum_over_processes
 
@@ -233,9 +234,10 @@ def _check_samples(
 ) -> None:
     _check_beta(beta)
     _check_num_classes(num_classes)
-    for name, x in (("merged", merged), ("inputs", inputs)):
+    features = {"merged": merged, "inputs": inputs}
+    for name, x in features.items():
         _check_features(name, x)
-        _check_finite(name, x)
+    require_finite(features)
     num_samples = merged.shape[0]
     if inputs.shape[0] != num_samples:
         raise ValueError(
@@ -404,15 +406,6 @@ def _check_features(name: str, x: Tensor, num_dims: int | None = None) -> None:
         raise ValueError(f"{name} has shape {shape}: a batch of at least one sample is needed")
     if x.numel() == 0:
         raise ValueError(f"{name} has shape {shape}: at least one value per sample is needed")
-
-
-def _check_finite(name: str, x: Tensor) -> None:
-    """Refuse NaN and infinity, which would otherwise spread over every class."""
-    if not bool(x.isfinite().all()):
-        count = int((~x.isfinite()).sum())
-        raise ValueError(
-            f"{name} has {count} values that are NaN or infinite: only finite ones fit"
-        )
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[int, ...], reason: str) -> None:

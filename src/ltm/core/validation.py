@@ -7,14 +7,32 @@ import math
 from collections.abc import Sequence
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 _UNIONS = (Union, UnionType)
 
 
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """The bounds of a number, in the annotation of its field: `Annotated[float, Within(0, 8)]`."""
+
+    least: float
+    most: float
+    above: bool = False
+    """`least` itself is not allowed."""
+
+    def __contains__(self, value: Any) -> bool:
+        low = value > self.least if self.above else value >= self.least
+        return low and value <= self.most
+
+    def __str__(self) -> str:
+        start = "larger than" if self.above else "from"
+        return f"{start} {self.least:g} {'and at most' if self.above else 'to'} {self.most:g}"
+
+
 def settle(settings: Any) -> None:
     """Check the values of a frozen dataclass by their fields' types, and make them plain."""
-    types = get_type_hints(cast("type[Any]", type(settings)))
+    types = get_type_hints(cast("type[Any]", type(settings)), include_extras=True)
     for field in dataclasses.fields(settings):
         value, wanted = getattr(settings, field.name), types[field.name]
         if not _suits(value, wanted):
@@ -35,15 +53,17 @@ def _suits(value: Any, wanted: Any) -> bool:
     origin, inner = get_origin(wanted), get_args(wanted)
     if origin in _UNIONS:
         return any(_suits(value, kind) for kind in inner)
+    if origin is Annotated:
+        kind, *bounds = inner
+        return _suits(value, kind) and all(value in bound for bound in bounds)
     if origin is Literal:
         return value in inner
     if origin is tuple:
         return isinstance(value, list | tuple) and _all_suit(cast("Sequence[Any]", value), inner)
     if isinstance(value, bool):  # no number, though Python says so
         return wanted is bool
-    if wanted is float:
-        return isinstance(value, Real) and math.isfinite(value)
-    return isinstance(value, Integral if wanted is int else wanted)
+    number = {float: Real, int: Integral}.get(wanted, wanted)
+    return isinstance(value, number) and (wanted is not float or math.isfinite(value))
 
 
 def _all_suit(values: Sequence[Any], kinds: tuple[Any, ...]) -> bool:
@@ -60,6 +80,9 @@ def _said(wanted: Any) -> str:
         return f"{said}, or None" if NoneType in inner else said
     if origin is Literal:
         return " or ".join(map(repr, inner))
+    if origin is Annotated:
+        kind, *bounds = inner
+        return " ".join([_said(kind), *map(str, bounds)])
     if origin is tuple:
         each = [_said(kind) for kind in inner if kind is not ...]
         return f"a sequence, each {each[0]}" if ... in inner else f"({', '.join(each)})"

@@ -182,8 +182,8 @@ class ImageModel(ABC):
         """One image as the model expects it."""
 
     @abstractmethod
-    def answer(self, images: Sequence[Tensor]) -> list[Answer]:
-        """One answer per image."""
+    def answer(self, images: Sequence[Tensor]) -> Sequence[Answer | None]:
+        """One answer per image; None where the model's scores are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,17 +210,24 @@ class Classifier(ImageModel):
         return self._transform(image)
 
     @torch.inference_mode()
-    def answer(self, images: Sequence[Tensor]) -> list[Answer]:
+    def answer(self, images: Sequence[Tensor]) -> list[Answer | None]:
         probabilities = self.scores(torch.stack(list(images))).float().softmax(dim=-1)
         best = probabilities.topk(min(self.top, probabilities.shape[1]), dim=1)
+        # Softmax passes on what is not finite, to the whole row.
+        finite = probabilities[:, 0].isfinite().tolist()
         return [
-            {
-                "classes": [self._name(index) for index in indices],
-                "indices": indices,
-                "probabilities": [round(value, 6) for value in values],
-            }
-            for indices, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            self._answer(indices, values) if known else None
+            for indices, values, known in zip(
+                best.indices.tolist(), best.values.tolist(), finite, strict=True
+            )
         ]
+
+    def _answer(self, indices: list[int], values: list[float]) -> Answer:
+        return {
+            "classes": [self._name(index) for index in indices],
+            "indices": indices,
+            "probabilities": [round(value, 6) for value in values],
+        }
 
     def _name(self, index: int) -> str:
         names = self.information.class_names
@@ -306,7 +313,9 @@ def _predict_batch(
         if isinstance(value, str):
             yield Prediction(path=split_limits(path).name, error=value)
         else:
-            yield Prediction(path=split_limits(path).name, answer=next(answers))
+            answer = next(answers)
+            error = None if answer is not None else "the model's scores are NaN or infinite"
+            yield Prediction(path=split_limits(path).name, answer=answer, error=error)
 
 
 def _sentence(error: Exception) -> str:

@@ -21,6 +21,7 @@ from ltm.api import (
     token_counts,
 )
 from ltm.api.saving import CONFIG, WEIGHTS, freeze_as_, write_weights
+from ltm.core.finite import require_finite
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
 from ltm.detection.pyramid import DetectorConfig, Pyramid
 from ltm.detection.settings import Task
@@ -51,6 +52,7 @@ def save_detector(
     category_ids: Sequence[int],
 ) -> Path:
     """Write a detector that `config` has built, and what its labels mean."""
+    require_finite(model.state_dict(), "model: ")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pyramid = next(module for module in model.modules() if isinstance(module, Pyramid))
@@ -87,6 +89,7 @@ def load_detector(folder: str | Path) -> LoadedDetector:
         model = config.build()
         _merge_as_saved_(merging_network(model), merging)
     weights = load_file(folder / WEIGHTS)
+    require_finite(weights, f"{folder / WEIGHTS}: ")
     if merging is not None and merging.get("frozen", False):
         weights = freeze_as_(model, weights)
     try:

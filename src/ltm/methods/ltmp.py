@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ltm.core.matching import match_most_similar, merge_in_order
 from ltm.core.merge import MatchedMerge, Merge, token_sizes
 from ltm.core.support import straight_through
+from ltm.core.validation import Within
 from ltm.methods.base import (
     Decision,
     ExtraLoss,
@@ -35,20 +36,24 @@ from ltm.methods.base import (
     Site,
 )
 
+_Rate = Annotated[float, Within(0, 10, above=True)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LTMP(MethodConfig):
     """Thresholded merging and pruning; `ratio` is met on average, with thresholds set on data."""
 
-    merge_threshold: float = 0.9
-    prune_threshold: float = 0.0
-    temperature: float = 0.1
+    merge_threshold: Annotated[float, Within(-2, 2)] = 0.9
+    """Of cosine similarities: above 1 nothing merges."""
+    prune_threshold: Annotated[float, Within(-1, 1)] = 0.0
+    """Of the attention received: at 0 nothing is dropped."""
+    temperature: Annotated[float, Within(1e-6, 1e3)] = 0.1
     """Width of the sigmoid through which thresholds learn."""
-    merge_threshold_lr: float = 5e-3
+    merge_threshold_lr: _Rate = 5e-3
     """Learning rate of the merge thresholds."""
-    prune_threshold_lr: float = 5e-6
+    prune_threshold_lr: _Rate = 5e-6
     """Learning rate of the prune thresholds."""
-    budget_weight: float = 10.0
+    budget_weight: Annotated[float, Within(0, 1e6)] = 10.0
     """Weight of the squared distance of the share of MACs from `ratio`, in the loss."""
 
     name: ClassVar[str] = "ltmp"
@@ -58,14 +63,6 @@ class LTMP(MethodConfig):
     later: ClassVar[frozenset[str]] = frozenset(
         {"merge_threshold_lr", "prune_threshold_lr", "budget_weight"}
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("temperature", "merge_threshold_lr", "prune_threshold_lr"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field}: got {getattr(self, field)}; it must be positive.")
-        if self.budget_weight < 0:
-            raise ValueError(f"budget_weight: got {self.budget_weight}; it must not be negative.")
 
     def build(self, site: Site) -> Merger:
         return LTMPMerger(site, self)

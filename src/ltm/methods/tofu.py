@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ltm.core.matching import match_most_similar, merge_sides_apart
 from ltm.core.merge import token_sizes
+from ltm.core.validation import Within
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 
@@ -17,7 +18,7 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 class ToFu(MethodConfig):
     """ToMe's matching; the source of a pair is dropped early and fused (MLERP) later."""
 
-    switch: float = 0.5
+    switch: Annotated[float, Within(0, 1)] = 0.5
     """The share of the depth at which dropping gives way to fusing."""
 
     name: ClassVar[str] = "tofu"
@@ -26,11 +27,6 @@ class ToFu(MethodConfig):
     )
     colour: ClassVar[str | None] = "#009e73"
     marker: ClassVar[str | None] = "D"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.switch <= 1:
-            raise ValueError(f"switch: got {self.switch}; it must be between 0 and 1.")
 
     def build(self, site: Site) -> Merger:
         return ToFuMerger(site, prune=site.block < self.switch * site.depth)

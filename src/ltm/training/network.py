@@ -13,11 +13,12 @@ from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
 from ltm.api.saving import (
     CONFIG,
     WEIGHTS,
+    names_for,
     saved_folder,
-    telling_names,
     write_weights,
 )
 from ltm.core.cost import num_parameters
+from ltm.core.finite import require_finite
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.files import write_json
 from ltm.methods import MethodConfig
@@ -185,6 +186,8 @@ def saved_architecture(folder: Path) -> str:
 
 def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | None = None) -> None:
     """Write an unconverted model the way timm does, so that it can be loaded as `weights`."""
+    require_finite(model.state_dict(), "model: ")
+    names = names_for(model, class_names)
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(model, folder)
     known = getattr(model, "pretrained_cfg", None) or {}
@@ -192,7 +195,6 @@ def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | N
         "architecture": known.get("architecture", type(model).__name__),
         "num_classes": int(getattr(model, "num_classes", 0)),
     }
-    names = telling_names(class_names or ())
     if names is not None:
         config["label_names"] = names
     write_json(folder / CONFIG, config)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ltm.core.finite import is_finite
 from ltm.methods.base import Merger
 
 
@@ -65,13 +66,12 @@ def _name(model: nn.Module, path: str) -> str:
 
 
 def _finite(value: Any) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in _tensors(value))
+    return all(map(is_finite, _tensors(value)))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
+        yield value
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part)

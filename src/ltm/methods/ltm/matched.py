@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ltm.core.mask_gradient import weigh
 from ltm.core.matching import Rule, match, match_unimportant, merge_in_order
 from ltm.core.merge import token_sizes
-from ltm.core.validation import settle
+from ltm.core.validation import Within, settle
 from ltm.methods.base import Decision, Hints, Site
 from ltm.methods.ltm.step import Informative, LTMMerger
 
@@ -25,6 +24,8 @@ prune_redundant: they are dropped; the token nearest to them stays as it is.
 prune_unimportant: those that receive least attention are dropped, whatever they are like.
 none: nothing leaves.
 """
+Power = Annotated[float, Within(0, 8)]
+"""Larger powers of attention leave the range of single precision."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class Matched:
     matching: Literal["free", "alternate"] = "free"
     """Any token may join any other, or only even-indexed tokens odd-indexed ones: a quarter of the
     comparisons."""
-    protection: float = 1.0
+    protection: Power = 1.0
     """How strongly informative tokens are kept from leaving: the power of the attention they
     receive."""
-    attended: float = 0.5
+    attended: Power = 0.5
     """How much attention counts in the mean of matched tokens, at sites that protect: the power of
     what each of a token's patches receives; 0 counts patches alone."""
-    size_power: float = 0.9
+    size_power: Power = 0.9
     """The power of a token's size that the attention counts after a matching on sequences; a little
     less than 1 stays closer to the original network."""
     keep_norm: bool = True
@@ -60,16 +61,11 @@ class Matched:
     operators: tuple[Operator, ...] | None = None
     """What each site does with the tokens that leave it, in place of `keep_norm`: "merge", "norm",
     "prune_redundant", "prune_unimportant" or "none"."""
-    protections: tuple[float, ...] | None = None
+    protections: tuple[Power, ...] | None = None
     """The protection of each site, in place of `protection`."""
 
     def __post_init__(self) -> None:
         settle(self)
-        powers = [("protection", p) for p in (self.protection, *(self.protections or ()))]
-        powers += [("attended", self.attended), ("size_power", self.size_power)]
-        for field, power in powers:
-            if not 0 <= power < math.inf:
-                raise ValueError(f"{field}: got {power}; it must not be negative.")
         if self.size_power == 0:
             raise ValueError("size_power: got 0; proportional_attention=False ignores sizes.")
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ltm.core.bottleneck import ClassStatistics, class_membership
+from ltm.core.finite import require_finite
 from ltm.core.mask_gradient import Step, class_offsets
 from ltm.core.merge import token_sizes
-from ltm.core.validation import settle
+from ltm.core.validation import Within, settle
 from ltm.methods.base import Decision, Hints, Merger, Site, StatisticalMerger
 
 TABLE_LIMIT = 1 << 28
@@ -32,18 +33,15 @@ class Informative:
     """Labels in the step: the network's own membership, or the true ones in training."""
     step: Literal["standardised", "raw"] = "standardised"
     """Standardise the step per image and scale it by a learned gain, or take it as it is."""
-    eta: float = 1.0
-    beta: float = 10.0
-    gain: float = 0.1
+    eta: Annotated[float, Within(0, 1e3, above=True)] = 1.0
+    beta: Annotated[float, Within(0, 1e4, above=True)] = 10.0
+    gain: Annotated[float, Within(-1e2, 1e2)] = 0.1
     """Initial value of the learned gain."""
     mlp: bool = False
     """A zero-initialised residual layer on the tokens inside the mask module."""
 
     def __post_init__(self) -> None:
         settle(self)
-        for field in ("eta", "beta"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field}: got {getattr(self, field)}; it must be positive.")
 
 
 class InformativeStep(nn.Module):
@@ -227,6 +225,7 @@ class LTMMerger(StatisticalMerger):
         if self.informative is None or self.statistics is None:
             return
         total = self.statistics.all_reduce()
+        require_finite(total.state(), f"class statistics of block {self.site.block}: ")
         self.informative.set_statistics_(total)
         self.statistics = None
 

@@ -1,0 +1,38 @@
+"""NaN and infinity are refused where they come in, with the place named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity; whole numbers never do."""
+    return not x.is_floating_point() or x.is_meta or bool(x.isfinite().all())
+
+
+def require_finite(tensors: Mapping[str, Tensor], owner: str = "") -> None:
+    """Refuse NaN and infinity; the error names the first tensor that has one.
+
+    `owner` is how the error begins, such as "model: ".
+    """
+    for name, x in tensors.items():
+        if not is_finite(x):
+            count = int((~x.isfinite()).sum())
+            raise ValueError(
+                f"{owner}{name} has {count} values that are NaN or infinite: only finite ones fit"
+            )
+
+
+def require_finite_images(images: Tensor, owner: str) -> None:
+    """Refuse a batch with NaN or infinity; the error names the images by index."""
+    if is_finite(images):
+        return
+    bad = torch.nonzero(~images.isfinite().flatten(1).all(dim=1)).flatten().tolist()
+    few = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+    raise ValueError(
+        f"{owner}: got NaN or infinite values in image {few} of {len(images)} (counted from 0); "
+        "leave it out."
+    )
