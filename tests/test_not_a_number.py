@@ -77,7 +77,7 @@ def test_a_saved_folder_with_weights_that_are_not_finite_is_refused(tmp_path: Pa
     weights["blocks.1.attn.qkv.weight"][0, 0] = torch.inf
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=re.escape(BAD)):
-        ltm.load(folder)
+        ltm.load(folder, toy("vit"))
 
 
 def test_a_bad_image_of_the_statistics_is_told_by_index() -> None:
@@ -97,7 +97,7 @@ def test_scores_that_are_not_finite_make_no_statistics() -> None:
     """0.1.0 made centroids of features that a broken layer gave."""
     model = _merging(toy("vit"))
     model.get_parameter("blocks.5.mlp.fc2.bias").data[0] = torch.inf
-    with pytest.raises(ValueError, match="the model's scores: got NaN .* in image 0, 1, 2, 3, 4"):
+    with pytest.raises(ValueError, match=r"the model's scores: got NaN .* in image 0, 1, 2, 3, 4"):
         ltm.collect_statistics_(model, [_images()])
 
 
