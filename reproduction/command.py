@@ -171,7 +171,7 @@ def _write(declared: Declared, store: Store, scale: str, summary: Summary | None
         print(f"out of time: {summary.left} rows are left; the same command goes on from there")
     if summary.interrupted:
         print("stopped: the tables hold what is done; the same command goes on from there")
-        raise SystemExit(130)
+        raise KeyboardInterrupt
     if summary.failed:
         raise SystemExit(1)
 

@@ -22,8 +22,6 @@ from reproduction.running.context import Context, perform
 
 _WAIT_SECONDS = 0.5
 """Between looks at a row that another process works on."""
-_STOPPED = 130
-"""What training exits with on Ctrl-C."""
 
 
 @dataclass(kw_only=True)
@@ -149,8 +147,6 @@ class _Call:
         try:
             values = perform(job, context)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one row fails, the table goes on
-            if isinstance(error, SystemExit) and error.code == _STOPPED:
-                raise KeyboardInterrupt from None
             self._fail(job, error, traceback.format_exc(limit=-4))
             return
         finally:

@@ -18,6 +18,7 @@ from ltm.data.loading import training_loader
 from ltm.detection.task import train_detector
 from ltm.evaluation.accuracy import evaluate
 from ltm.files import write_text
+from ltm.interruption import INTERRUPTED
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.network import build, count_parameters, spec_of
 from ltm.training.run import train
@@ -107,6 +108,8 @@ def train_there(settings: TrainSettings, folder: Path, context: Context) -> nn.M
     command = [sys.executable, "-m", "ltm", "train", "--config", str(config)]
     command += ["--output", str(folder), "--resume", "auto"]
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)  # noqa: S603
+    if done.returncode == INTERRUPTED:
+        raise KeyboardInterrupt
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
         raise RuntimeError(f"training in {context.devices} processes failed: {lines[-1]}")

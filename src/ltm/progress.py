@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
+
+from ltm.interruption import in_steps, take_press
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,53 +71,31 @@ def progress_bar(
 class Progress:
     """Shows how far a loop is; call it on what is looped over.
 
-    Ctrl-C ends the loop after the item at hand and sets `interrupted`; a second one is an error.
+    Ctrl-C ends the loop after the item at hand and sets `interrupted`.
     """
 
     def __init__(self, description: str, *, silent: bool = False) -> None:
         self.description, self.silent = description, silent
-        self._stop = threading.Event()
-
-    @property
-    def interrupted(self) -> bool:
-        return self._stop.is_set()
+        self.interrupted = False
 
     def __call__(self, items: Iterable[T]) -> Iterator[T]:
         total = len(items) if hasattr(items, "__len__") else None  # pyright: ignore[reportArgumentType]
-        with (
-            progress_bar(self.description, total, silent=self.silent) as advance,
-            interruptible(self._stop),
-        ):
+        with progress_bar(self.description, total, silent=self.silent) as advance, in_steps():
             for item in self._until_interrupted(items):
                 yield item
                 advance("")
-                if self.interrupted:
+                if self._stops():
                     return
+            self._stops()
 
     def _until_interrupted(self, items: Iterable[T]) -> Iterator[T]:
         try:
             yield from items
         except RuntimeError:
             # Ctrl-C also reaches a loader's workers, which end at once.
-            if not self.interrupted:
+            if not self._stops():
                 raise
 
-
-@contextmanager
-def interruptible(interrupted: threading.Event | None = None) -> Iterator[threading.Event]:
-    """Let the first Ctrl-C set an event instead of breaking off; the second breaks off."""
-    interrupted = interrupted or threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def stop(_number: int, _frame: object) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def _stops(self) -> bool:
+        self.interrupted = self.interrupted or take_press()
+        return self.interrupted

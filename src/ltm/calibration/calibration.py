@@ -43,10 +43,11 @@ from ltm.evaluation.latency import interleaved
 from ltm.evaluation.modes import MODES
 from ltm.evaluation.records import describe
 from ltm.files import write_metrics
+from ltm.interruption import in_steps, stop_if_asked, take_press
 from ltm.methods import DEFAULT, MethodConfig, methods
 from ltm.models import Network, Say, changed, method_config, open_model, require_least, silent
 from ltm.processes import local_device
-from ltm.progress import interruptible, progress_bar
+from ltm.progress import progress_bar
 
 DEFAULTS = CalibrateSettings()
 
@@ -176,6 +177,8 @@ def calibrate(
     with _showing(settings.trials, progress, silent=say is silent) as note:
         calibration = Calibration(network, images, config, settings, note)
         found = _searched(calibration, images)
+        if take_press():  # after the last trial
+            found = replace(found, interrupted=True)
     return replace(
         found,
         model=calibration.model,
@@ -187,10 +190,7 @@ def calibrate(
 @contextmanager
 def _showing(num_trials: int, progress: Progress, *, silent: bool) -> Iterator[Progress]:
     """Show how a search goes, on a terminal; Ctrl-C ends it after the trial at hand."""
-    with (
-        progress_bar("calibration", num_trials, silent=silent) as advance,
-        interruptible() as stopped,
-    ):
+    with progress_bar("calibration", num_trials, silent=silent) as advance, in_steps():
         best = ""
 
         def note(trial: Trial) -> None:
@@ -200,8 +200,7 @@ def _showing(num_trials: int, progress: Progress, *, silent: bool) -> Iterator[P
             if trial.phase == "refinement":
                 advance(best)
             progress(trial)
-            if stopped.is_set():
-                raise KeyboardInterrupt
+            stop_if_asked()
 
         yield note
 

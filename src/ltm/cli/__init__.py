@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ltm.extras import MissingExtraError, named
+from ltm.interruption import INTERRUPTED, end, whole_command
 
 COMMANDS = {
     "train": "Train a token-merging network from scratch on labelled images.",
@@ -35,14 +36,17 @@ BAD_INPUT = (
 )
 """Errors that are the user's: one sentence, and exit code 2."""
 
-INTERRUPTED = 130
-"""What a shell sees of a command that Ctrl-C stopped."""
-
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command; 2 and one sentence on standard error mean bad input."""
+    """Run a command; 2 and one sentence on standard error mean bad input, 130 means Ctrl-C."""
     try:
-        return _run(list(sys.argv[1:] if args is None else args))
+        with whole_command():
+            return _run(list(sys.argv[1:] if args is None else args))
+    except KeyboardInterrupt:
+        print("ltm: stopped by Ctrl-C", file=sys.stderr)
+        if args is None:
+            end()
+        return INTERRUPTED
     except ModuleNotFoundError as error:
         if not isinstance(missing := named(error), MissingExtraError):
             raise

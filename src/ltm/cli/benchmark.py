@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from ltm.cli.commands import INTERRUPTED, Flat, say
+from ltm.cli.commands import Flat, say
 from ltm.evaluation.settings import BenchmarkSettings
 from ltm.models import ModelSource, refuse_given
 
@@ -67,9 +67,6 @@ def benchmark(
 
     from ltm.evaluation import benchmark as benchmarking
 
-    try:
-        result = benchmarking.benchmark(sources, methods, settings, say=say, **options)
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+    result = benchmarking.benchmark(sources, methods, settings, say=say, **options)
     if result.complete_failure:
         raise SystemExit(1)

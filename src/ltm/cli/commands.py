@@ -20,15 +20,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
-
-from ltm.cli import INTERRUPTED
 
 T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]
@@ -105,7 +102,7 @@ def say(line: str) -> None:
 def interrupted(line: str) -> NoReturn:
     """End a command that Ctrl-C stopped, once it has kept what was done."""
     say(line)
-    sys.exit(INTERRUPTED)
+    raise KeyboardInterrupt
 
 
 def command_line(name: str, *groups: Any, **options: Any) -> str:

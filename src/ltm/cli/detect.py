@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from ltm.cli.commands import Flat, RunFolder, interrupted, read_ahead, say
+from ltm.cli.commands import Flat, RunFolder, read_ahead, say
 from ltm.detection.settings import (
     COMMANDS,
     DetectionSettings,
@@ -91,10 +91,7 @@ class Evaluate:
         check_folder(self.output)
         from ltm.detection.inference import evaluate_detector
 
-        try:
-            result = evaluate_detector(self.run, self.data, self.settings, task=task)
-        except KeyboardInterrupt:
-            interrupted("Stopped early: nothing was kept.")
+        result = evaluate_detector(self.run, self.data, self.settings, task=task)
         print(result)
         if self.output is not None:
             result.save(self.output)

@@ -39,3 +39,5 @@ def serve(
 
     counts = server.serve(source, settings, say=partial(print, file=sys.stderr, flush=True))
     write_metrics(output, counts)
+    if counts["interrupted"]:
+        raise KeyboardInterrupt

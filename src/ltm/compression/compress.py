@@ -321,25 +321,22 @@ class _Compression:
         settings, config = self.settings, conversion_of(self.model).config
         held_out = _require_training_images(self.images, self.data)
         splits = Splits(train=open_dataset(self.data, split="train"), val=held_out)
-        try:
-            train(
-                self.model,
-                splits,
-                FINETUNE["general"],
-                output=None if self.folder is None else self.folder / "finetuning",
-                overwrite=True,
-                say=self.say,
-                method=config.name,
-                ratio=config.ratio,
-                source=self.data,
-                batch_size=settings.batch_size,
-                workers=settings.workers,
-                epochs=settings.finetune_epochs,
-                seed=settings.seed,
-                device=str(self.device),
-            )
-        except SystemExit:
-            raise KeyboardInterrupt from None  # It was stopped there, so it is stopped here.
+        train(
+            self.model,
+            splits,
+            FINETUNE["general"],
+            output=None if self.folder is None else self.folder / "finetuning",
+            overwrite=True,
+            say=self.say,
+            method=config.name,
+            ratio=config.ratio,
+            source=self.data,
+            batch_size=settings.batch_size,
+            workers=settings.workers,
+            epochs=settings.finetune_epochs,
+            seed=settings.seed,
+            device=str(self.device),
+        )
 
     def freeze(self) -> None:
         """Make the model ready for deployment, and save it."""

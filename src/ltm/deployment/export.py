@@ -208,7 +208,10 @@ def export(
             few = () if parts.calibration is None else _batches(job, parts.calibration, settings)
             job.write_int8(recipe, (batch.images for batch in few))
         labelled = _batches(job, parts.evaluation, settings)
-        rows = job.measure_int8(labelled, progress=Progress("accuracy"))
+        loop = Progress("accuracy")
+        rows = job.measure_int8(labelled, progress=loop)
+        if loop.interrupted:
+            raise KeyboardInterrupt
     return ExportResult(
         folder=folder,
         information=job.information,

@@ -32,6 +32,7 @@ from ltm.detection.score import (
     write_results,
 )
 from ltm.detection.settings import DetectionSettings, find_detection_recipe
+from ltm.interruption import stepwise
 from ltm.models import Say, silent
 from ltm.training.fabric import Fabric
 from ltm.training.network import method_config
@@ -187,7 +188,8 @@ class Detection(Task):
         val = self.splits.val
         if self._truth is None:
             self._truth = val.coco_dict()
-        results = detect(model, self._loader(val, training=False), val.category_ids)
+        batches = self._loader(val, training=False)
+        results = detect(model, batches, val.category_ids, progress=stepwise)
         return Findings(results, evaluate_detections(self._truth, results, masks=self.masks))
 
     def row(

@@ -170,6 +170,8 @@ def _collect_(models: Mapping[str, nn.Module], batches: Any, say: Say) -> None:
         if statistical_mergers(model):
             loop = Progress(f"statistics of {name}", silent=say is silent)
             collect_statistics_(model, _Unlabelled(batches), progress=loop)
+            if loop.interrupted:
+                raise KeyboardInterrupt
 
 
 class _Unlabelled:

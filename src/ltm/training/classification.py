@@ -33,6 +33,7 @@ from ltm.data.images import ImageDataset
 from ltm.data.loading import Batch, Loader, evaluation_loader, training_loader
 from ltm.data.transforms import BatchMixup
 from ltm.evaluation.bottleneck import pooled_feature
+from ltm.interruption import stepwise
 from ltm.methods.base import Site
 from ltm.models import Say
 from ltm.processes import sum_over_processes
@@ -193,7 +194,7 @@ class Classification(Task):
         if all(merger.active for merger in statistical_mergers(model)):
             return False
         with self.fabric.autocast():
-            collect_statistics_(model, self._clean(), passes=2)
+            collect_statistics_(model, self._clean(), passes=2, progress=stepwise)
         return True
 
     def after_epoch_(self, model: nn.Module) -> bool:
@@ -204,7 +205,7 @@ class Classification(Task):
             take_statistics_(model)
         else:
             with self.fabric.autocast():
-                refresh_statistics_(model, self._clean())
+                refresh_statistics_(model, stepwise(self._clean()))
         return True
 
     def loss(self, forward: nn.Module, batch: Batch, step: Step) -> BatchLoss:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ltm.adapters.blocks import MergingMixin
+from ltm.interruption import stepwise
 from ltm.training.settings import RunSettings
 
 if TYPE_CHECKING or find_spec("lightning") is not None:
@@ -109,12 +110,12 @@ def in_step(batches: Sequence[T] | Any, fabric: Fabric) -> Iterator[tuple[T, boo
     processes to run, those that are done run a batch again, which does not count.
     """
     if not isinstance(fabric.strategy, ModelParallelStrategy):
-        yield from ((batch, True) for batch in batches)
+        yield from ((batch, True) for batch in stepwise(batches))
         return
     count = torch.tensor(len(batches), device=fabric.device)
     most = int(fabric.all_reduce(count, reduce_op="max"))  # type: ignore[arg-type]
     batch = None
-    for batch in batches:
+    for batch in stepwise(batches):
         yield batch, True
     for _ in range(most - int(count)):
         if batch is not None:

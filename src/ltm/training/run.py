@@ -19,6 +19,7 @@ from ltm.api import merging_network
 from ltm.core.cost import num_parameters
 from ltm.data.datasets import Splits
 from ltm.files import check_folder, write_json, write_text
+from ltm.interruption import in_steps, stepwise
 from ltm.models import ModelSource, Network, Say, changed, plain, silent, source_of
 from ltm.training.checkpoint import Checkpoint, Checkpoints
 from ltm.training.classification import Classification
@@ -209,11 +210,12 @@ def run_task(
 
 def _fit(trainer: Trainer, checkpoints: Checkpoints, log: RunLog, first_epoch: int) -> None:
     epochs = trainer.settings.optim.epochs
-    for epoch in range(first_epoch, epochs):
-        row = trainer.run_epoch(epoch)
-        log.add(row, epochs)
-        counts = row.merging or merging_network(trainer.model) is None
-        trainer.save(checkpoints, epoch + 1, row.score if counts else None, log.history)
+    with in_steps():
+        for epoch in stepwise(range(first_epoch, epochs)):
+            row = trainer.run_epoch(epoch)
+            log.add(row, epochs)
+            counts = row.merging or merging_network(trainer.model) is None
+            trainer.save(checkpoints, epoch + 1, row.score if counts else None, log.history)
 
 
 def _finish(
@@ -316,12 +318,11 @@ def _explained(checkpoints: Checkpoints, say: Say, *, kept: bool) -> Iterator[No
     try:
         yield
     except KeyboardInterrupt:
-        if not kept:
-            raise
-        last = checkpoints.latest()
-        left = f"the checkpoint of epoch {last.epoch} is kept" if last else "nothing was kept yet"
-        say(f"stopped: {left}; continue with --resume auto")
-        raise SystemExit(130) from None
+        if kept:
+            last = checkpoints.latest()
+            left = f"the checkpoint of epoch {last.epoch} is" if last else "nothing was"
+            say(f"stopped: {left} kept; continue with --resume auto")
+        raise
 
 
 # --- The log: a table, curves, and a line on the console ------------------------------------------

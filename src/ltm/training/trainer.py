@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ltm.api import merging_network, merging_off
 from ltm.data.loading import Lookahead
 from ltm.data.sampling import make_key
+from ltm.interruption import stepwise
 from ltm.processes import sum_over_processes
 from ltm.progress import progress_bar
 from ltm.training.checkpoint import Checkpoint, Checkpoints
@@ -192,7 +193,7 @@ class Trainer:
             ) as advance,
         ):
             self._ahead = Lookahead(self.batches)
-            for number, batch in enumerate(self._ahead):
+            for number, batch in enumerate(stepwise(self._ahead)):
                 means.add(self._step(batch, Step(epoch, number, merging)))
                 looks = number == 0 or (number + 1) % _SHOW_EVERY == 0
                 advance(self._text(means, start) if looks else "")

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,9 +40,17 @@ class Server:
     handlers: Any
     page: Any
 
-    def wait(self) -> None:
-        """Serve until somebody interrupts."""
-        self.page.block_thread()
+    def wait(self) -> bool:
+        """Serve until Ctrl-C, or until SIGTERM, which ends services; whether it was Ctrl-C."""
+        ended = threading.Event()
+        before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        try:
+            ended.wait()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return False
 
 
 def serve(source: ModelSource, settings: ServeSettings, *, say: Say = silent) -> dict[str, float]:
@@ -57,12 +66,11 @@ def serve(source: ModelSource, settings: ServeSettings, *, say: Say = silent) ->
     networks = {network.name: network for network in _networks(source, settings)}
     with serving(Networks(networks), host=settings.host, port=settings.port) as server:
         say(f"Serving on {server.address} (Ctrl-C ends it)")
-        # Services are ended by SIGTERM; the temporary folder must go then too.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        server.wait()
+        interrupted = server.wait()
         handlers = server.handlers
         counts = {"requests": handlers.num_requests, "refused": handlers.num_refused}
-    return {**counts, "seconds": round(time.monotonic() - began, 1)}
+    seconds = round(time.monotonic() - began, 1)
+    return {**counts, "seconds": seconds, "interrupted": interrupted}
 
 
 def _networks(source: ModelSource, settings: ServeSettings) -> list[ShownNetwork]:
