@@ -8,6 +8,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+_LARGEST_JSON = 2**28
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -34,6 +37,17 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, values: object) -> None:
     """Write a readable JSON file in one step."""
     write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; what is none is a ValueError of one sentence."""
+    size = path.stat().st_size
+    if size > _LARGEST_JSON:
+        raise ValueError(f"{path} has {size} bytes; at most {_LARGEST_JSON} are read")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no readable JSON ({error}); copy it again") from error
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import json
 import math
 import pickle
 import re
@@ -34,6 +33,8 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+
+from ltm.core.validation import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -396,6 +397,8 @@ class ModelSource:
     """Take those of a file in timm's keys, .safetensors or .pth; nothing is unpickled."""
     run: Path | None = None
     """Take a saved network instead: a folder that ltm wrote."""
+    verify: bool = True
+    """Refuse a folder whose files are not as they were saved; turn it off for one you edited."""
     num_classes: int | None = None
     """By default what the weights have."""
     image_size: int | None = None
@@ -418,7 +421,7 @@ class ModelSource:
             raise ValueError("pretrained and weights: give one of them, not both")
         if self.run is not None:
             refuse_given({"pretrained": self.pretrained, "weights": self.weights}, "a saved run")
-            return _load_run(self.run, self._host())
+            return _load_run(self.run, self._host(), verify=self.verify)
         if self.model is None:
             raise ValueError("model: give a timm name with --model, or a saved run with --run")
         arguments = self.arguments()
@@ -537,15 +540,10 @@ def source_of(model: Network) -> ModelSource | None:
 
 def saved_config(run: Path) -> dict[str, Any] | None:
     """The config.json of a saved network or detector, or of a training run; None without one."""
-    from ltm.api.saving import CONFIG, saved_folder
+    from ltm.api.folders import CONFIG, read_config, saved_folder
 
-    path = saved_folder(run) / CONFIG
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no readable JSON; copy it again") from error
+    folder = saved_folder(run)
+    return read_config(folder) if (folder / CONFIG).is_file() else None
 
 
 def name_of(model: Network) -> str:
@@ -581,10 +579,10 @@ def create_model(
     except Exception as error:  # networks and hubs fail in ways of their own
         if pretrained:
             raise ValueError(
-                f"the pretrained weights of {name} could not be fetched ({_first_line(error)}): "
+                f"the pretrained weights of {name} could not be fetched ({first_line(error)}): "
                 "check the network, or give --weights FILE"
             ) from error
-        raise ValueError(f"model {name} cannot be made: {_first_line(error)}") from error
+        raise ValueError(f"model {name} cannot be made: {first_line(error)}") from error
 
 
 class ArgumentsError(ValueError):
@@ -605,17 +603,12 @@ def check_name(name: str) -> None:
     raise ValueError(f"model {name} is not known to timm; {hint}")
 
 
-def _load_run(run: Path, host: nn.Module | None) -> nn.Module:
-    from safetensors import SafetensorError
-
+def _load_run(run: Path, host: nn.Module | None, *, verify: bool) -> nn.Module:
     from ltm.api import load
 
     if not run.is_dir():
         raise FileNotFoundError(f"run is {run}: there is no such folder")
-    try:
-        return load(run, host)
-    except SafetensorError as error:
-        raise ValueError(f"run {run} has damaged weights ({error}): save it again") from error
+    return load(run, host, verify=verify)
 
 
 def _resize_(model: nn.Module, image_size: int | None) -> None:
@@ -765,7 +758,7 @@ def _read_file(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
         raise ValueError(
-            f"weights {path} cannot be read ({_first_line(error)}): the file is damaged, or holds "
+            f"weights {path} cannot be read ({first_line(error)}): the file is damaged, or holds "
             "more than tensors; copy it again or save its state dict"
         ) from error
 
@@ -812,11 +805,6 @@ def head_parameters(model: nn.Module) -> frozenset[str]:
     named: Any = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
     prefixes = tuple(f"{name}." for name in ([named] if isinstance(named, str) else named))
     return frozenset(n for n, _ in model.named_parameters() if n.startswith(prefixes))
-
-
-def _first_line(error: BaseException) -> str:
-    """Return an error's first line, which fits into a sentence."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 # --- Classes -------------------------------------------------------------------------------------

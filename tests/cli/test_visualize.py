@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import ltm
+from ltm.api.saving import remember_arguments
 from ltm.cli import main
 from ltm.data.shapes import example_pictures
 
@@ -26,10 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = timm.create_model(NAME, num_classes=4, **ARGUMENTS)
     save_file(model.state_dict(), folder / "weights.safetensors")
     ltm.merge_tokens_(model, ltm.LTM(counts=(50, 30), sites=(1, 2)))
-    ltm.save(model, folder / "run")
-    config = json.loads((folder / "run" / "config.json").read_text(encoding="utf-8"))
-    config["model_args"] |= ARGUMENTS
-    (folder / "run" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ltm.save(remember_arguments(model, ARGUMENTS), folder / "run")
     (folder / "images").mkdir()
     for index, picture in enumerate(example_pictures(7, 48)):
         picture.image.save(folder / "images" / f"{index}.png")

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from safetensors.torch import load_file, save_file
 from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet
 from torch import Tensor, nn
 
@@ -25,16 +23,26 @@ from ltm.api.conversion import (
     token_counts,
     watching,
 )
+from ltm.api.folders import (
+    CONFIG,
+    FACTORY_ARGUMENTS,
+    WEIGHTS,
+    check_image_size,
+    image_entries,
+    make_host,
+    read_config,
+    read_tensors,
+    refused,
+    saved_folder,
+    write_folder,
+)
 from ltm.core.cost import channels_of, meta_copy
 from ltm.core.finite import require_finite
 from ltm.core.patches import embed_by_product_
-from ltm.core.validation import plain
-from ltm.methods import config_from_dict
+from ltm.core.validation import check_entries, plain
+from ltm.methods import MethodConfig, config_from_dict
 from ltm.methods.base import Merger
 from ltm.methods.frozen import FrozenMerger
-
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
 
 
 @torch.no_grad()
@@ -124,10 +132,7 @@ def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | N
     }
     if names is not None:
         config["label_names"] = names
-    text = json.dumps(config, indent=2) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_weights(model, folder)
-    (folder / CONFIG).write_text(text)
+    write_folder(model, folder, config)
     return folder
 
 
@@ -157,73 +162,71 @@ def _require_whole(model: nn.Module) -> None:
         )
 
 
-def write_weights(model: nn.Module, folder: Path) -> None:
-    """Write what a model has learned, for everybody to read; safetensors' files are owner-only."""
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)
-
-
-def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
+def load(folder: str | Path, model: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
     """Read a model that `save` wrote, in evaluation mode.
 
     timm does not remember all arguments that a model was made with: where it was made with unusual
     ones, give a `model` made with the same; it stays as it is where the file does not fit it.
-    Nothing is unpickled.
+    A folder is data: nothing is unpickled, downloaded or read from elsewhere. What was damaged
+    since it was saved is refused; `verify=False` loads a folder that was edited.
     """
     folder = saved_folder(Path(folder))
     config = _read_config(folder)
-    merging = dict(config["token_merging"])
-    missing = [name for name in _CONVERSION_ENTRIES if name not in merging]
-    if missing:
-        raise ValueError(f"{folder / CONFIG}: token_merging lacks {', '.join(missing)}.")
-    known = {name: merging.pop(name) for name in _CONVERSION_ENTRIES}
-    method = config_from_dict(merging, saved=True)
+    with refused(folder):
+        _read_merging(config["token_merging"])  # says more than that the folder was changed
+    weights = read_tensors(folder, config, verify=verify)
+    with refused(folder):
+        return _load(config, weights, model)
+
+
+def _load(config: dict[str, Any], weights: dict[str, Tensor], model: nn.Module | None) -> nn.Module:
+    known, method = _read_merging(config["token_merging"])
+    image_size = tuple(known["image_size"])
     if model is None:
         arguments = config.get("model_args", {})
-        model = remember_arguments(
-            timm.create_model(config["architecture"], **arguments), arguments
-        )
-    if config.get(_FINGERPRINT, fingerprint(model)) != fingerprint(model):
+        model = remember_arguments(make_host(config["architecture"], arguments, weights), arguments)
+    if config.get(_FINGERPRINT) not in (None, fingerprint(model)):
         raise ValueError(
-            f"{folder}: the saved network was built of other layers (activations or heads, say) "
+            f"the saved network was built of other layers (activations or heads, say) "
             f"than {config['architecture']} here; {_MADE_ALIKE}"
         )
     exact = method.with_amount(counts=plain(known["token_counts"]), sites=tuple(known["blocks"]))
     with all_or_nothing(model):
-        merge_tokens_(model, exact, tuple(known["image_size"]))
+        merge_tokens_(model, exact, image_size)
         note_(model, config=method)
         for (_, merger), active in zip(mergers(model), known["active"], strict=True):
             if active:
                 merger.activate_()
-        weights = load_file(folder / WEIGHTS)
-        require_finite(weights, f"{folder / WEIGHTS}: ")
         if known["frozen"]:
             weights = freeze_as_(model, weights)
             embed_by_product_(model)
             note_(model, frozen=True, macs_after=int(known["macs_after"]))
         for name, wrong in sorted(misfits(model, weights).items()):
-            raise ValueError(f"{folder}: {name} is {wrong}; {_MADE_ALIKE}")
+            raise ValueError(f"{name} is {wrong}; {_MADE_ALIKE}")
         model.load_state_dict(weights)
-        _expect_(model, config.get("pretrained_cfg") or {}, tuple(known["image_size"]))
+        _expect_(model, config.get("pretrained_cfg") or {}, image_size)
     return model.eval()
 
 
-def saved_folder(folder: Path) -> Path:
-    """The folder of a saved network, where that of a training run may be given too."""
-    inner = folder / "model"
-    return inner if not (folder / CONFIG).is_file() and (inner / CONFIG).is_file() else folder
+def _read_merging(merging: Mapping[str, Any]) -> tuple[dict[str, Any], MethodConfig]:
+    """How a saved network merges: what its conversion came to, and the method's settings."""
+    known = {name: value for name, value in merging.items() if name in _CONVERSION}
+    check_entries(known, _CONVERSION, "token_merging.", required=_CONVERSION)
+    check_image_size(known["image_size"])
+    settings = {name: value for name, value in merging.items() if name not in _CONVERSION}
+    return known, config_from_dict(settings, saved=True)
 
 
-_CONVERSION_ENTRIES = (
-    "image_size",
-    "blocks",
-    "token_counts",
-    "active",
-    "frozen",
-    "macs_before",
-    "macs_after",
-)
+_CONVERSION: dict[str, Any] = {
+    "image_size": tuple[int, int],
+    "blocks": tuple[int, ...],
+    "token_counts": tuple[int | tuple[int, int], ...],
+    "active": tuple[bool, ...],
+    "frozen": bool,
+    "macs_before": float,
+    "macs_after": float,
+}
+"""Entries of `token_merging` besides the method's settings."""
 
 
 _FINGERPRINT = "fingerprint"
@@ -257,13 +260,18 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
         arguments["global_pool"] = host.global_pool
     made_with: dict[str, Any] = getattr(host, _MADE_WITH, {})
     # What it has become goes first: it may have been resized since.
-    arguments = {n: v for n, v in made_with.items() if isinstance(v, _PLAIN)} | arguments
+    arguments = {
+        name: value
+        for name, value in made_with.items()
+        if isinstance(value, _PLAIN) and name not in FACTORY_ARGUMENTS
+    } | arguments
     return {
         "architecture": known.get("architecture") or type(model).__name__,
         "num_classes": arguments["num_classes"],
         "model_args": arguments,
         "pretrained_cfg": _at_size(
-            {k: v for k, v in known.items() if isinstance(v, _PLAIN)}, (channels, *image_size)
+            {k: v for k, v in image_entries(known).items() if isinstance(v, _PLAIN)},
+            (channels, *image_size),
         ),
     }
 
@@ -295,10 +303,7 @@ _PLAIN = (str, int, float, bool, list, tuple, type(None))
 def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"{folder}: no {CONFIG} and {WEIGHTS}, which ltm.save writes.")
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / CONFIG}: it is no JSON ({error}).") from error
+    config = read_config(folder)
     if "detector" in config:
         raise ValueError(f"{folder}: it holds a detector; ltm detect, segment and predict take it.")
     if "token_merging" not in config:
@@ -306,6 +311,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG}: no entry token_merging, so its network does not merge; take it by "
             f"its name and the weights in {WEIGHTS}."
         )
+    if "architecture" not in config:
+        raise ValueError(f"{folder / CONFIG}: it lacks architecture.")
     return config
 
 

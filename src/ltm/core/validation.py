@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -40,6 +40,30 @@ def settle(settings: Any) -> None:
         object.__setattr__(settings, field.name, plain(value))
 
 
+def check_entries(
+    entries: Mapping[str, Any],
+    types: Mapping[str, Any],
+    path: str = "",
+    *,
+    required: Iterable[str] = (),
+) -> None:
+    """Check the entries of a file by their types; `path` goes before their names in errors."""
+    for name, value in entries.items():
+        if name not in types:
+            known = ", ".join(sorted(types))
+            raise ValueError(f"{path}{name!r:.80} is no known entry; there are {known}.")
+        if not _suits(value, types[name]):
+            raise ValueError(f"{path}{name} is {value!r:.80}; it must be {_said(types[name])}.")
+    missing = [name for name in required if name not in entries]
+    if missing:
+        raise ValueError(f"{path.rstrip('.') or 'it'} lacks {', '.join(missing)}.")
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's first line, which fits into a sentence."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def plain(value: Any) -> Any:
     """Numbers of other kinds, numpy's say, as Python's own, and sequences as tuples of such."""
     if isinstance(value, list | tuple):
@@ -56,14 +80,28 @@ def _suits(value: Any, wanted: Any) -> bool:
     if origin is Annotated:
         kind, *bounds = inner
         return _suits(value, kind) and all(value in bound for bound in bounds)
-    if origin is Literal:
-        return value in inner
-    if origin is tuple:
-        return isinstance(value, list | tuple) and _all_suit(cast("Sequence[Any]", value), inner)
+    if origin in (tuple, dict):
+        return _items_suit(value, origin, inner)
+    if origin is Literal or wanted is Any:
+        return wanted is Any or value in inner
     if isinstance(value, bool):  # no number, though Python says so
         return wanted is bool
     number = {float: Real, int: Integral}.get(wanted, wanted)
-    return isinstance(value, number) and (wanted is not float or math.isfinite(value))
+    return isinstance(value, number) and (wanted is not float or _is_finite(value))
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def _items_suit(value: Any, container: type, inner: tuple[Any, ...]) -> bool:
+    if container is dict:
+        entries = cast("dict[Any, Any]", value).items() if isinstance(value, dict) else [()]
+        return all(_all_suit(entry, inner) for entry in entries)
+    return isinstance(value, list | tuple) and _all_suit(cast("Sequence[Any]", value), inner)
 
 
 def _all_suit(values: Sequence[Any], kinds: tuple[Any, ...]) -> bool:
@@ -86,5 +124,7 @@ def _said(wanted: Any) -> str:
     if origin is tuple:
         each = [_said(kind) for kind in inner if kind is not ...]
         return f"a sequence, each {each[0]}" if ... in inner else f"({', '.join(each)})"
-    said = {bool: "True or False", float: "a number", int: "a whole number"}
+    if origin is dict:
+        return "a group of entries"
+    said = {NoneType: "null", bool: "True or False", float: "a number", int: "a whole number"}
     return said.get(wanted, str(wanted.__name__))

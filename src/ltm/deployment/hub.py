@@ -6,7 +6,6 @@ without merging from it; `load_from_hub` and `ltm.load` load it as it was saved.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +14,12 @@ from typing import Any
 from torch import nn
 
 from ltm.api import conversion_of, load, report, save
-from ltm.api.saving import CONFIG, WEIGHTS
+from ltm.api.folders import CONFIG, WEIGHTS, read_config, write_config
 from ltm.deployment.information import ModelInformation, describe
 from ltm.extras import require
 from ltm.files import write_text
 
 _CARD = "README.md"
-
-_FOREIGN = ("url", "hf_hub_id", "hf_hub_filename", "file", "source", "custom_load", "tag")
 
 
 def prepare_folder(
@@ -38,15 +35,11 @@ def prepare_folder(
     """
     information = describe(model, class_names=class_names)
     save(model, folder)
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = read_config(folder)
     config["num_features"] = int(getattr(model, "num_features", 0) or 0)
-    known = config["pretrained_cfg"]
-    # Where the host's own weights came from would lead a loader back to them.
-    config["pretrained_cfg"] = {k: v for k, v in known.items() if k not in _FOREIGN}
     if information.class_names is not None:
         config["label_names"] = list(information.class_names)
-    text = json.dumps(config, indent=2, ensure_ascii=False)
-    write_text(folder / CONFIG, text + "\n")
+    write_config(folder, config)
     if not (folder / _CARD).exists():
         write_text(folder / _CARD, card(model, information, origin or {}))
     return folder

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import pil_to_tensor, to_dtype
 
-from ltm.api.saving import saved_folder
+from ltm.api.folders import saved_folder
 from ltm.data.decoding import read_image
 from ltm.data.folders import walk_images
 from ltm.data.limits import split_limits

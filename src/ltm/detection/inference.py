@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from ltm.api.saving import saved_folder
+from ltm.api.folders import saved_folder
 from ltm.data.loading import build_loader
 from ltm.detection.coco import collate_detection, detection_transforms, open_detection
 from ltm.detection.saving import LoadedDetector, load_detector

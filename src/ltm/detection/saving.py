@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_type_hints
 
-import timm
-from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from ltm.api import (
     conversion_of,
@@ -20,10 +18,22 @@ from ltm.api import (
     merging_network,
     token_counts,
 )
-from ltm.api.saving import CONFIG, WEIGHTS, freeze_as_, write_weights
+from ltm.api.folders import (
+    CONFIG,
+    WEIGHTS,
+    check_host,
+    check_image_size,
+    make_host,
+    read_config,
+    read_tensors,
+    refused,
+    write_folder,
+)
+from ltm.api.saving import freeze_as_, misfits
 from ltm.core.finite import require_finite
+from ltm.core.validation import check_entries
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
-from ltm.detection.pyramid import DetectorConfig, Pyramid
+from ltm.detection.pyramid import DetectorConfig, Pyramid, size_arguments
 from ltm.detection.settings import Task
 from ltm.detection.ssdlite import SSDLite, SSDLiteConfig
 from ltm.methods import config_from_dict
@@ -54,7 +64,6 @@ def save_detector(
     """Write a detector that `config` has built, and what its labels mean."""
     require_finite(model.state_dict(), "model: ")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     pyramid = next(module for module in model.modules() if isinstance(module, Pyramid))
     description = {
         "task": config.task,
@@ -66,41 +75,64 @@ def save_detector(
             for number, name in zip(category_ids, class_names, strict=True)
         ],
     }
-    write_weights(model, folder)
-    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    write_folder(model, folder, description)
     return folder
 
 
-def load_detector(folder: str | Path) -> LoadedDetector:
-    """Read a detector that `save_detector` wrote, in evaluation mode. Nothing is unpickled."""
+def load_detector(folder: str | Path, *, verify: bool = True) -> LoadedDetector:
+    """Read a detector that `save_detector` wrote, in evaluation mode.
+
+    As with `ltm.load`, a folder is data; `verify=False` loads one that was edited.
+    """
     folder = Path(folder)
     known = _read(folder)
-    settings = dict(known["detector"])
-    settings["image_size"] = tuple(settings["image_size"])
-    config = DETECTORS[known["task"]](**settings)
+    weights = read_tensors(folder, known, verify=verify)
+    with refused(folder):
+        return _load(known, weights)
+
+
+def _load(known: dict[str, Any], weights: dict[str, Tensor]) -> LoadedDetector:
+    config = DETECTORS[known["task"]](**known["detector"])
+    _check_sizes(config, known["categories"], weights)
     merging = known["token_merging"]
     if merging is not None:
+        check_image_size(merging["image_size"])
         config = dataclasses.replace(
             config, merging=config_from_dict(merging["exactly"], saved=True)
         )
     if known["host"] is not None:
-        model = _on_host(config, known["host"], merging)
+        model = _on_host(config, known["host"], merging, weights)
     else:
+        check_host(config.backbone, {}, weights)
+        check_host(config.backbone, size_arguments(config.backbone, config.padded_size)[0], weights)
         model = config.build()
         _merge_as_saved_(merging_network(model), merging)
-    weights = load_file(folder / WEIGHTS)
-    require_finite(weights, f"{folder / WEIGHTS}: ")
     if merging is not None and merging.get("frozen", False):
         weights = freeze_as_(model, weights)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{folder}: the weights do not fit the detector: {error}") from error
+    for name, wrong in sorted(misfits(model, weights).items()):
+        raise ValueError(f"the weights do not fit the detector: {name} is {wrong}")
+    model.load_state_dict(weights)
     if merging is not None:
         config = dataclasses.replace(config, merging=config_from_dict(merging["asked"], saved=True))
     names = tuple(entry["name"] for entry in known["categories"])
     numbers = tuple(int(entry["id"]) for entry in known["categories"])
     return LoadedDetector(model.eval(), config, names, numbers)
+
+
+def _check_sizes(
+    config: DetectorConfig, categories: Sequence[Any], weights: Mapping[str, Tensor]
+) -> None:
+    """Refuse what would make a detector larger than its weights."""
+    check_image_size(config.image_size)
+    if len(categories) != config.num_classes:
+        raise ValueError(
+            f"the weights do not fit the detector: it has {len(categories)} categories, but "
+            f"num_classes is {config.num_classes}"
+        )
+    largest = max((side for weight in weights.values() for side in weight.shape), default=0)
+    width = getattr(config, "width", 1)
+    if not 1 <= width <= largest:
+        raise ValueError(f"detector.width is {width}; its weights have {largest} at most")
 
 
 def _plain(config: DetectorConfig) -> dict[str, Any]:
@@ -128,10 +160,13 @@ def _merging(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _on_host(
-    config: DetectorConfig, host: dict[str, Any], merging: dict[str, Any] | None
+    config: DetectorConfig,
+    host: dict[str, Any],
+    merging: dict[str, Any] | None,
+    weights: dict[str, Tensor],
 ) -> Detector:
     """The detector on a whole network, converted as it was, which `ltm.save` once wrote."""
-    network: Any = timm.create_model(host["architecture"], **host["model_args"])
+    network: Any = make_host(host["architecture"], host["model_args"], weights)
     network.pretrained_cfg = {**network.pretrained_cfg, **host.get("normalisation", {})}
     if merging is not None and config.merging is not None:
         merge_tokens_(network, config.merging, tuple(merging["image_size"]))
@@ -154,10 +189,41 @@ def _read(folder: Path) -> dict[str, Any]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder}: there is no {name}; a saved detector has one.")
-    try:
-        known = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / CONFIG}: it is no JSON ({error}).") from error
-    if not isinstance(known, dict) or known.get("task") not in DETECTORS:
+    known = read_config(folder)
+    if known.get("task") not in DETECTORS:
         raise ValueError(f"{folder / CONFIG}: it describes no detector.")
+    with refused(folder):
+        check_entries(known, dict.fromkeys(known, Any), required=_ENTRIES)
+        kind = DETECTORS[known["task"]]
+        hints = get_type_hints(kind)
+        types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+        types |= {"merging": NoneType, "pretrained": Literal[False], "weights": NoneType}
+        check_entries(known["detector"], types, "detector.", required=("backbone", "image_size"))
+        for name, entries in _PARTS.items():
+            if known[name] is not None:
+                required = set(entries) - _OPTIONAL
+                check_entries(known[name], entries, f"{name}.", required=required)
+        for category in known["categories"]:
+            check_entries(category, _CATEGORY, "categories.", required=_CATEGORY)
+    known["detector"]["image_size"] = tuple(known["detector"]["image_size"])
     return known
+
+
+_ENTRIES = ("task", "detector", "token_merging", "host", "categories")
+_CATEGORY: dict[str, Any] = {"id": int, "name": str}
+_PARTS: dict[str, dict[str, Any]] = {
+    "token_merging": {
+        "asked": dict[str, Any],
+        "exactly": dict[str, Any],
+        "image_size": tuple[int, int],
+        "active": tuple[bool, ...],
+        "frozen": bool,
+    },
+    "host": {
+        "architecture": str,
+        "model_args": dict[str, Any],
+        "normalisation": dict[Literal["mean", "std"], tuple[float, ...]],
+    },
+}
+_OPTIONAL = {"frozen", "normalisation"}
+"""Folders of earlier versions lack them."""

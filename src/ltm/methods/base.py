@@ -299,11 +299,11 @@ class MethodConfig(ABC):
             raise ValueError(f"{' and '.join(given)}: give one of ratio, per_block and counts.")
         if not given:
             object.__setattr__(self, "ratio", 0.7)
+        settle(self)
         for field in ("ratio", "per_block"):
             value = getattr(self, field)
             if value is not None:
                 require_ratio(field, value)
-        settle(self)
         if self.sites is not None:
             ascending = tuple(sorted(set(self.sites)))
             if self.counts is not None and self.sites != ascending:
@@ -450,7 +450,7 @@ def config_from_dict(values: Mapping[str, Any], *, saved: bool = False) -> Metho
     """The config of some values; of `saved` ones, what it was when they were written."""
     settings = dict(values)
     method = settings.pop("method", None)
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(f"method: got {method!r}; known are {', '.join(sorted(_METHODS))}.")
     config_type = _METHODS[method]
     if saved:

@@ -10,17 +10,11 @@ from torch import nn
 
 from ltm import models
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
-from ltm.api.saving import (
-    CONFIG,
-    WEIGHTS,
-    names_for,
-    saved_folder,
-    write_weights,
-)
+from ltm.api.folders import CONFIG, WEIGHTS, read_tensors, saved_folder, write_folder
+from ltm.api.saving import names_for
 from ltm.core.cost import num_parameters
 from ltm.core.finite import require_finite
 from ltm.data.transforms import ImageSpec, image_spec
-from ltm.files import write_json
 from ltm.methods import MethodConfig
 from ltm.models import (
     ArgumentsError,
@@ -119,7 +113,10 @@ def load_weights_(model: nn.Module, path: str | Path, say: Say = silent) -> list
     Mask modules and class statistics that the file lacks stay as they are.
     """
     path = Path(path)
-    path = saved_folder(path) / WEIGHTS if path.is_dir() else path
+    if path.is_dir():
+        path = saved_folder(path)
+        read_tensors(path, saved_config(path) or {})  # refuses what is not as it was saved
+        path /= WEIGHTS
     weights = read_weights(path, say)
     return models.load_weights_(
         model, weights, f"weights {path} do not fit this model", new_head=True
@@ -188,8 +185,6 @@ def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | N
     """Write an unconverted model the way timm does, so that it can be loaded as `weights`."""
     require_finite(model.state_dict(), "model: ")
     names = names_for(model, class_names)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_weights(model, folder)
     known = getattr(model, "pretrained_cfg", None) or {}
     config = {
         "architecture": known.get("architecture", type(model).__name__),
@@ -197,7 +192,7 @@ def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | N
     }
     if names is not None:
         config["label_names"] = names
-    write_json(folder / CONFIG, config)
+    write_folder(model, folder, config)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -1,0 +1,307 @@
+"""A saved folder is data: what `config.json` may say, and how the weights beside it are checked.
+
+Only known entries of the right types are read. Nothing in a folder starts a download, names a file
+outside it, or asks for a network much larger than its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save as save_tensors
+from timm.models import build_model_with_cfg
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from ltm.core.finite import require_finite
+from ltm.core.validation import check_entries, first_line
+from ltm.files import read_json, write_bytes, write_json
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+_CHECKSUMS = "checksums"
+_PLAIN = (str, int, float, bool, type(None))
+_Texts = tuple[str, ...]
+
+# --- What may be in config.json ------------------------------------------------------------------
+
+_NETWORK: dict[str, Any] = {
+    "architecture": str,
+    "num_classes": int,
+    "num_features": int,
+    "model_args": dict[str, Any],
+    "pretrained_cfg": dict[str, Any] | None,
+    "fingerprint": str,
+    "token_merging": dict[str, Any],
+    "label_names": _Texts | None,
+    "label_descriptions": dict[str, str] | None,
+}
+_DETECTOR: dict[str, Any] = {
+    "task": str,
+    "detector": dict[str, Any],
+    "token_merging": dict[str, Any] | None,
+    "host": dict[str, Any] | None,
+    "categories": tuple[dict[str, Any], ...],
+}
+_OF_OTHERS: dict[str, Any] = dict.fromkeys(
+    (
+        "global_pool",  # timm's
+        "_name_or_path",  # transformers'
+        "architectures",
+        "do_pooling",
+        "dtype",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "model_type",
+        "num_labels",
+        "problem_type",
+        "torch_dtype",
+        "transformers_version",
+    ),
+    Any,
+)
+"""What timm and transformers write beside these; it is never read."""
+_IMAGES: dict[str, Any] = {
+    "architecture": str | None,
+    "input_size": tuple[int, int, int],
+    "test_input_size": tuple[int, int, int] | None,
+    "min_input_size": tuple[int, int, int] | None,
+    "fixed_input_size": bool,
+    "interpolation": str,
+    "crop_pct": float | None,
+    "test_crop_pct": float | None,
+    "crop_mode": str | None,
+    "mean": tuple[float, ...],
+    "std": tuple[float, ...],
+    "num_classes": int,
+    "label_offset": int | None,
+    "label_names": _Texts | None,
+    "label_descriptions": dict[str, str] | None,
+    "pool_size": tuple[int, ...] | None,
+    "test_pool_size": tuple[int, ...] | None,
+    "first_conv": str | _Texts | None,
+    "classifier": str | _Texts | None,
+    "license": str | None,
+    "description": str | None,
+    "origin_url": str | None,
+    "paper_name": str | None,
+    "paper_ids": str | _Texts | None,
+    "notes": str | _Texts | None,
+}
+"""Entries of timm's `pretrained_cfg`."""
+_SOURCES = (
+    "tag",
+    "url",
+    "file",
+    "hf_hub_id",
+    "hf_hub_filename",
+    "source",
+    "custom_load",
+    "state_dict",
+)
+"""Where timm once got a network's weights: known, and never followed."""
+
+
+def image_entries(known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder keeps of timm's `pretrained_cfg`: all but where its weights came from."""
+    return {name: value for name, value in known.items() if name in _IMAGES}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` of a saved network or detector; a ValueError names what is wrong."""
+    path = folder / CONFIG
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no entries; copy it again")
+    own = _DETECTOR if "detector" in config or "task" in config else _NETWORK
+    try:
+        check_entries(config, {**own, **_OF_OTHERS, _CHECKSUMS: dict[str, str]})
+        known = config.get("pretrained_cfg")
+        if known is not None:
+            check_entries(known, {**_IMAGES, **dict.fromkeys(_SOURCES, Any)}, "pretrained_cfg.")
+            config["pretrained_cfg"] = image_entries(known)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return config
+
+
+# --- Checksums -----------------------------------------------------------------------------------
+
+
+def write_folder(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> None:
+    """Write what a model has learned, and what is known about it, with checksums of both."""
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    write_bytes(folder / WEIGHTS, save_tensors(tensors, metadata={"format": "pt"}))
+    write_config(folder, config)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the description of a folder that has its weights already."""
+    entries = {name: value for name, value in config.items() if name != _CHECKSUMS}
+    sums = {CONFIG: _checksum(entries), WEIGHTS: _file_checksum(folder / WEIGHTS)}
+    write_json(folder / CONFIG, {**entries, _CHECKSUMS: sums})
+
+
+def read_tensors(
+    folder: Path, config: Mapping[str, Any], *, verify: bool = True
+) -> dict[str, Tensor]:
+    """The weights of a folder; unless `verify` is off, they and the config are as written.
+
+    Folders of 0.1.0 have no checksums.
+    """
+    path = folder / WEIGHTS
+    if verify and (sums := config.get(_CHECKSUMS)) is not None:
+        if sums.get(CONFIG) != _checksum(config):
+            raise ValueError(
+                f"{folder / CONFIG} is not as it was saved: copy the folder again, or turn verify "
+                "off if you have edited it"
+            )
+        if sums.get(WEIGHTS) != _file_checksum(path):
+            raise ValueError(
+                f"{path} has damaged weights, other than those that were saved: copy the folder "
+                "again, or turn verify off if you have changed them"
+            )
+    try:
+        weights = load_file(path)
+        require_finite(weights)
+    except (SafetensorError, ValueError, RuntimeError, KeyError, OverflowError) as error:
+        raise ValueError(
+            f"{path} has damaged weights ({first_line(error)}): copy or save it again"
+        ) from error
+    return weights
+
+
+def _checksum(config: Mapping[str, Any]) -> str:
+    """Of what this library reads in a config, whatever others add."""
+    entries = {n: v for n, v in config.items() if n in _NETWORK or n in _DETECTOR}
+    if entries.get("pretrained_cfg"):
+        entries["pretrained_cfg"] = image_entries(entries["pretrained_cfg"])
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _file_checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- From entries to a network -------------------------------------------------------------------
+
+_NAME = re.compile(r"\w+(\.\w+)?", re.ASCII)
+_LARGEST = 10**6
+"""Of a number among a network's arguments."""
+_LARGEST_SIDE = 2**14
+_HARMLESS = ("scriptable", "exportable", "no_jit")
+FACTORY_ARGUMENTS = frozenset(
+    name
+    for function in (timm.create_model, build_model_with_cfg)
+    for name, parameter in inspect.signature(function).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD and name not in _HARMLESS
+) | {"features_only", "out_indices", "feature_cls", "pruned", "pretrained_model_args"}
+"""Arguments with which timm would load weights, read files or make something else."""
+
+
+def make_host(
+    architecture: str, arguments: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> nn.Module:
+    """Make the network that a folder names, without weights; a ValueError where there is none."""
+    check_host(architecture, arguments, weights)
+    return timm.create_model(architecture, pretrained=False, **arguments)
+
+
+def check_host(
+    architecture: str, arguments: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> None:
+    """Refuse what is no plain network of timm that the `weights` fill; takes no memory for it."""
+    if not _NAME.fullmatch(architecture) or not timm.is_model(architecture.partition(".")[0]):
+        raise ValueError(
+            f"architecture is {architecture!r:.80}, no network of timm: give a model made like "
+            "the saved one"
+        )
+    for name, value in arguments.items():
+        _check_argument(name, value)
+    # A network has hardly more layers than tensors, and few buffers that are not saved.
+    most, room = 20 * len(weights) + 1000, 4 * sum(w.numel() for w in weights.values()) + 2**24
+    try:
+        with torch.device("meta"), _at_most(most):
+            outline = timm.create_model(architecture, pretrained=False, **arguments)
+        _require_room(outline, room)
+    except Exception as error:  # timm's networks fail in ways of their own
+        raise ValueError(
+            f"timm cannot make {architecture} with its model_args ({first_line(error)})"
+        ) from error
+
+
+def _require_room(outline: nn.Module, room: int) -> None:
+    needed = sum(tensor.numel() for tensor in (*outline.parameters(), *outline.buffers()))
+    if needed > room:
+        raise ValueError(f"it asks for {needed} numbers, more than its weights hold")
+
+
+def _check_argument(name: str, value: Any) -> None:
+    """Refuse arguments that are more than plain settings of a network."""
+    if name in FACTORY_ARGUMENTS or not name.isidentifier():
+        raise ValueError(f"model_args: {name:.80} is no setting of a network")
+    if isinstance(value, list | tuple):
+        for each in cast("Sequence[Any]", value):
+            _check_argument(name, each)
+        return
+    number = isinstance(value, int | float)
+    if not isinstance(value, _PLAIN) or (number and not abs(value) <= _LARGEST):
+        raise ValueError(
+            f"model_args: {name} is {value!r:.80}; it must be a word, a flag or a number up to "
+            f"{_LARGEST}"
+        )
+
+
+@contextmanager
+def _at_most(most: int) -> Iterator[None]:
+    """Stop making a network of more than so many layers, in this thread."""
+    count, here = 0, threading.get_ident()
+
+    def note(*_: object) -> None:
+        nonlocal count
+        count += threading.get_ident() == here
+        if count > most:
+            raise ValueError("it has more layers than its weights")
+
+    handle = register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_image_size(size: Sequence[int]) -> None:
+    """Refuse a size of images that no network here was saved for."""
+    if not all(1 <= side <= _LARGEST_SIDE for side in size):
+        raise ValueError(
+            f"image_size is {tuple(size)!r:.80}; sides must be from 1 to {_LARGEST_SIDE}."
+        )
+
+
+@contextmanager
+def refused(folder: Path) -> Iterator[None]:
+    """Say of which folder an error is; what timm and torch raise becomes a sentence too."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{folder / CONFIG}: {first_line(error)}.") from error
+
+
+def saved_folder(folder: Path) -> Path:
+    """The folder of a saved network, where that of a training run may be given too."""
+    inner = folder / "model"
+    return inner if not (folder / CONFIG).is_file() and (inner / CONFIG).is_file() else folder
