@@ -1,7 +1,9 @@
 """Checkpoints are whole or not there."""
 
 import errno
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,5 +111,70 @@ def test_the_state_holds_nothing_that_runs_code(tmp_path: Path) -> None:
     )
     found = checkpoints.latest()
     assert found is not None
-    with pytest.raises(Exception, match=r"[Ww]eights"):
+    with pytest.raises(ValueError, match="holds more than tensors and plain values") as caught:
         found.state()
+    # 0.1.0 gave torch's page, which advises to load it with weights_only=False.
+    assert "weights_only" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": []},
+        {"files": {}},
+        {"files": {"../../state.pt": {"bytes": 1, "crc32": 2}}},
+        {"files": {"weights.safetensors": 7, "state.pt": 7}},
+        {"files": {"weights.safetensors": {}, "state.pt": {}}},
+        {"epoch": "2"},
+        {"epoch": 1},
+        {"score": "high"},
+        {"history": None},
+        {"history": [1, 2]},
+        {"history": [{"epoch": 1}]},
+        {"history": [{"epoch": 1}, {"epoch": 2, "train_loss": "low"}]},
+        {"history": [{"epoch": 1}, {"epoch": 2, "no_column": 1}]},
+        None,
+    ],
+    ids=str,
+)
+def test_a_broken_manifest_falls_back_to_the_epoch_before(tmp_path: Path, change: Any) -> None:
+    """0.1.0 ended in KeyError, TypeError or AttributeError, here or where the rows are used."""
+
+    @dataclass
+    class Row:
+        epoch: int
+        train_loss: float = 0.0
+
+    checkpoints = Checkpoints(tmp_path, row_type=Row)
+    save(checkpoints, 1)
+    path = save(checkpoints, 2) / "manifest.json"
+    content = {**json.loads(path.read_text()), **(change or {})}
+    content.pop("crc32", None)  # as 0.1.0 wrote it
+    path.write_text(json.dumps(change and content))
+    with pytest.warns(DamagedCheckpointWarning, match="checkpoint .*epoch-0002: "):
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.epoch == 1
+    assert checkpoints.best() is not None
+
+
+def test_a_manifest_that_was_changed_is_seen(tmp_path: Path) -> None:
+    """0.1.0 took any score, and chose the best checkpoint by it."""
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1, score=0.9)
+    path = save(checkpoints, 2, score=0.1) / "manifest.json"
+    path.write_text(path.read_text().replace('"score": 0.1', '"score": 0.95'))
+    best = checkpoints.best()
+    assert best is not None
+    assert best.epoch == 1
+
+
+def test_epochs_are_counted_beyond_four_digits(tmp_path: Path) -> None:
+    """0.1.0 took epoch 9999 for the last one."""
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 9999)
+    save(checkpoints, 10000)
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.epoch == 10000

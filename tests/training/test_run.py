@@ -1,7 +1,11 @@
 """Whole runs, of seconds: what they leave behind, and what they refuse."""
 
 import csv
+import errno
+import io
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from io import StringIO
 from itertools import product
@@ -18,7 +22,7 @@ from ltm.api import conversion_of, is_merging, mergers, merging_off
 from ltm.data.datasets import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
-from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning
+from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning, OutOfSpaceError
 from ltm.training.network import build, load_weights_, save_plain
 from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.recipes import FINETUNE, SCRATCH
@@ -112,6 +116,68 @@ def test_a_truncated_checkpoint_is_repeated_exactly(tiny: Tiny, tmp_path: Path) 
         train(settings=settings, output=tmp_path, resume="auto")
     assert_same(weights(tmp_path, 3), expected)
     assert len(read_log(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "7", "optim: {epochs: many}"])
+@pytest.mark.filterwarnings("ignore:.*config.yaml")
+def test_a_broken_config_does_not_block_a_resume(tiny: Tiny, tmp_path: Path, text: str) -> None:
+    """0.1.0 refused: `config.yaml holds no settings`, though all checkpoints were whole."""
+    train(settings=tiny(optim={"epochs": 1}), output=tmp_path)
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"other settings: optim\.lr is"):
+        train(settings=tiny(optim={"epochs": 2, "lr": 0.5}), output=tmp_path, resume="auto")
+    again = train(settings=tiny(optim={"epochs": 2}), output=tmp_path, resume="auto")
+    assert len(again.history) == 2
+    assert read_settings(tmp_path / "config.yaml", TrainSettings()).optim.epochs == 2
+
+
+def test_a_state_that_does_not_fit_is_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
+    """0.1.0 ended in KeyError."""
+    train(settings=tiny(optim={"epochs": 1}), output=tmp_path)
+    found = Checkpoints(tmp_path / "checkpoints").latest()
+    assert found is not None
+    Checkpoints(tmp_path / "checkpoints").save(
+        epoch=1,
+        tensors={"weights": found.weights()},
+        state={"updates": 4},
+        score=found.score,
+        history=found.history,
+    )
+    with pytest.raises(ValueError, match=r"epoch-0001 does not fit this run"):
+        train(settings=tiny(optim={"epochs": 2}), output=tmp_path, resume="auto")
+
+
+@pytest.mark.parametrize("name", ["log.csv", "tensorboard", "epoch-0002", "model", "curves.png"])
+def test_a_full_disk_is_one_sentence(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """0.1.0 gave tracebacks: of a thread of TensorBoard's, and safetensors' own error."""
+    real = io.open
+    real_mkstemp = tempfile.mkstemp
+    started: list[bool] = []
+
+    def full(path: Any) -> None:
+        done = (tmp_path / "checkpoints" / "epoch-0001").is_dir()
+        parts = str(path).removeprefix(str(tmp_path))
+        if done and (name in parts or name.replace("epoch", "unfinished") in parts):
+            started.append(True)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def opened(path: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if "a" in mode or "w" in mode:
+            full(path)
+        return real(path, mode, *rest, **more)
+
+    def temporary(*rest: Any, **more: Any) -> Any:
+        full(Path(more["dir"]) / more["prefix"])
+        return real_mkstemp(*rest, **more)
+
+    monkeypatch.setattr(io, "open", opened)
+    monkeypatch.setattr(tempfile, "mkstemp", temporary)
+    with pytest.raises(OutOfSpaceError, match=r"no space left .* is the last good one") as caught:
+        train(settings=tiny(optim={"epochs": 2}), output=tmp_path)
+    assert started
+    assert "\n" not in str(caught.value)
 
 
 def test_accumulated_batches_are_one_larger_batch(tiny: Tiny, tmp_path: Path) -> None:

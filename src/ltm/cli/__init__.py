@@ -1,5 +1,6 @@
 """The command line `ltm`. `ltm.cli.commands` tells how a command is made."""
 
+import errno
 import inspect
 import os
 import sys
@@ -78,6 +79,12 @@ def _run(args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except BAD_INPUT as error:
         print(f"ltm {name}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = "" if error.filename is None else f" for {error.filename}"
+        print(f"ltm {name}: no space left{place}: free some, and start again", file=sys.stderr)
         return 2
     return 0
 

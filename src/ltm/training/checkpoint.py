@@ -10,24 +10,29 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, dataclass, fields
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import torch
 from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import Tensor
 
-from ltm.files import write_bytes
+from ltm.core.validation import check_entries, first_line
+from ltm.files import read_json, write_bytes
 
 _MANIFEST = "manifest.json"
 _STATE = "state.pt"
+_WEIGHTS = "weights.safetensors"
+SETTINGS = "config.yaml"
+_FILE = re.compile(r"\w{1,50}\.\w{1,20}", re.ASCII)
 _PREFIX, _UNFINISHED = "epoch-", ".unfinished-"
 
 
@@ -36,7 +41,7 @@ class DamagedCheckpointWarning(UserWarning):
 
 
 class OutOfSpaceError(ValueError):
-    """A checkpoint could not be written."""
+    """A run could not write what it has to keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +66,34 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Optimiser and counters. Nothing is unpickled but tensors and plain values."""
-        return torch.load(self.folder / _STATE, map_location="cpu", weights_only=True)
+        path = self.folder / _STATE
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception:  # noqa: BLE001 - torch's own words are a page, and advise to unpickle it
+            raise ValueError(
+                f"{path} is not read: it holds more than tensors and plain values, or is damaged; "
+                "delete its folder to go on from the checkpoint before"
+            ) from None
 
 
 class Checkpoints:
     """The checkpoints of a run: the last, the one before, the best, and each n-th if asked for."""
 
-    def __init__(self, folder: str | Path, *, keep_every: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path, *, keep_every: int = 0, row_type: type[Any] | None = None
+    ) -> None:
+        """Look at a folder of checkpoints.
+
+        Args:
+            folder: where they are.
+            keep_every: keep each n-th.
+            row_type: the dataclass of the log's rows; a checkpoint with other rows is damaged.
+        """
         self.folder = Path(folder)
         self.keep_every = keep_every
+        self.row_type = row_type
 
     def save(
         self,
@@ -79,21 +103,28 @@ class Checkpoints:
         state: Mapping[str, Any],
         score: float | None,
         history: list[dict[str, Any]],
+        settings: str | None = None,
     ) -> Path:
-        """Write a checkpoint, and drop those that are no longer wanted."""
+        """Write a checkpoint, and drop those that are no longer wanted.
+
+        `settings` is a copy of the run's `config.yaml`.
+        """
         files: dict[str, Callable[[], bytes]] = {
             f"{name}.safetensors": lambda values=values: _tensor_bytes(values)
             for name, values in tensors.items()
         }
         files[_STATE] = lambda: _state_bytes(state)
+        if settings is not None:
+            files[SETTINGS] = settings.encode
         target = self.folder / f"{_PREFIX}{epoch:04d}"
-        with self._space_for(epoch):
+        with self.space_for(f"the checkpoint of epoch {epoch}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             aside = self.folder / f"{_UNFINISHED}{epoch:04d}"
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
             written = {name: _write(aside / name, make()) for name, make in files.items()}
             content = {"epoch": epoch, "score": score, "files": written, "history": history}
+            content["crc32"] = _content_crc(content)
             _write(aside / _MANIFEST, json.dumps(content, indent=1).encode())
             _sync_folder(aside)
             shutil.rmtree(target, ignore_errors=True)
@@ -105,12 +136,12 @@ class Checkpoints:
     def latest(self) -> Checkpoint | None:
         """The last complete checkpoint; damaged ones are skipped with a warning."""
         for folder in reversed(self._folders()):
-            problem = damage(folder)
-            if problem is None:
-                return _read(folder)
-            warnings.warn(
-                f"skipped checkpoint {folder}: {problem}", DamagedCheckpointWarning, stacklevel=2
-            )
+            try:
+                return _read(folder, self.row_type)
+            except ValueError as error:
+                warnings.warn(
+                    f"skipped checkpoint {folder}: {error}", DamagedCheckpointWarning, stacklevel=2
+                )
         return None
 
     def best(self) -> Checkpoint | None:
@@ -127,12 +158,15 @@ class Checkpoints:
             shutil.rmtree(folder)
 
     def _folders(self) -> list[Path]:
-        return sorted(self.folder.glob(f"{_PREFIX}[0-9]*")) if self.folder.is_dir() else []
+        found = self.folder.glob(f"{_PREFIX}[0-9]*") if self.folder.is_dir() else ()
+        return sorted(found, key=lambda folder: (len(folder.name), folder.name))
 
     def _complete(self) -> list[Checkpoint]:
-        return [
-            _read(folder) for folder in self._folders() if damage(folder, checksums=False) is None
-        ]
+        found: list[Checkpoint] = []
+        for folder in self._folders():
+            with suppress(ValueError):
+                found.append(_read(folder, self.row_type, checksums=False))
+        return found
 
     def _prune(self) -> None:
         found = self._complete()
@@ -145,47 +179,100 @@ class Checkpoints:
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
 
     @contextmanager
-    def _space_for(self, epoch: int) -> Iterator[None]:
+    def space_for(self, what: str) -> Iterator[None]:
+        """Say in one sentence that the disk is full, and which checkpoint is the last good one."""
         try:
             yield
         except OSError as error:
-            shutil.rmtree(self.folder / f"{_UNFINISHED}{epoch:04d}", ignore_errors=True)
+            for folder in self.folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(folder, ignore_errors=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             good = [c.folder.name for c in self._complete()]
             last = f"{good[-1]} is the last good one" if good else "there is none before it"
             raise OutOfSpaceError(
-                f"no space left for the checkpoint of epoch {epoch} in {self.folder}; {last}: "
-                "free some space and continue with --resume auto"
+                f"no space left for {what} in {self.folder}; {last}: free some space and continue "
+                "with --resume auto"
             ) from error
 
 
-def damage(folder: Path, *, checksums: bool = True) -> str | None:
+def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint; None if nothing is."""
     try:
-        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
-        return "it was not finished"
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{_MANIFEST} is unreadable"
-    for name, expected in files.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else 0
-        if size != expected["bytes"]:
-            return f"{name} has {size} bytes instead of {expected['bytes']}"
-        if checksums and zlib.crc32(path.read_bytes()) != expected["crc32"]:
-            return f"{name} is damaged"
+        _read(folder, None)
+    except ValueError as error:
+        return str(error)
     return None
 
 
-def _read(folder: Path) -> Checkpoint:
-    content = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+_ENTRIES: dict[str, Any] = {
+    "epoch": int,
+    "score": float | None,
+    "files": dict[str, dict[Literal["bytes", "crc32"], int]],
+    "history": tuple[dict[str, Any], ...],
+    "crc32": int,
+}
+
+
+def _read(folder: Path, row_type: type[Any] | None, *, checksums: bool = True) -> Checkpoint:
+    """Read what a checkpoint says of itself; a ValueError tells what is wrong with it."""
+    if not (folder / _MANIFEST).is_file():
+        raise ValueError("it was not finished")
+    try:
+        content = read_json(folder / _MANIFEST)
+        _check_content(content, folder.name, row_type)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{_MANIFEST} is unreadable ({first_line(error)})") from error
+    _check_files(folder, content["files"], checksums=checksums)
     return Checkpoint(
         folder=folder,
         epoch=content["epoch"],
         score=content["score"],
         history=content["history"],
     )
+
+
+def _check_content(content: dict[str, Any], folder: str, row_type: type[Any] | None) -> None:
+    check_entries(_finite(content), _ENTRIES, required=_ENTRIES.keys() - {"crc32"})
+    epoch, history = content["epoch"], content["history"]
+    if content.get("crc32") not in (None, _content_crc(content)):
+        raise ValueError("it was changed")
+    if folder != f"{_PREFIX}{epoch:04d}":
+        raise ValueError("it is of another epoch")
+    if row_type is not None:
+        if [row.get("epoch") for row in history] != [at + 1 for at in range(len(history))]:
+            raise ValueError("it does not log every epoch")
+        if len(history) != epoch:
+            raise ValueError(f"it logs {len(history)} epochs")
+        hints, columns = get_type_hints(row_type), fields(row_type)
+        required = [column.name for column in columns if column.default is MISSING]
+        types = {column.name: hints[column.name] for column in columns}
+        for row in history:
+            check_entries(_finite(row), types, "history.", required=required)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with finite numbers: of a log, or of a score, others are right too."""
+    return {name: 0.0 if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _check_files(folder: Path, files: Mapping[str, Mapping[str, int]], *, checksums: bool) -> None:
+    for name in {_WEIGHTS, _STATE} - files.keys():
+        raise ValueError(f"{_MANIFEST} is unreadable (it lacks {name})")
+    for name, expected in files.items():
+        path = folder / name
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"{_MANIFEST} is unreadable ({name!r:.80} is no file of it)")
+        size = path.stat().st_size if path.is_file() else 0
+        if size != expected.get("bytes"):
+            raise ValueError(f"{name} has {size} bytes instead of {expected.get('bytes')}")
+        if checksums and zlib.crc32(path.read_bytes()) != expected.get("crc32"):
+            raise ValueError(f"{name} is damaged")
+
+
+def _content_crc(content: Mapping[str, Any]) -> int:
+    entries = {name: value for name, value in content.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
 
 
 def _write(path: Path, data: bytes) -> dict[str, int]:

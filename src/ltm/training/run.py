@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
+import socket
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +21,10 @@ from torch import nn
 from ltm.api import merging_network
 from ltm.core.cost import num_parameters
 from ltm.data.datasets import Splits
-from ltm.files import check_folder, write_json, write_text
+from ltm.files import check_folder, write_bytes, write_json, write_text
 from ltm.interruption import in_steps, stepwise
 from ltm.models import ModelSource, Network, Say, changed, plain, silent, source_of
-from ltm.training.checkpoint import Checkpoint, Checkpoints
+from ltm.training.checkpoint import SETTINGS, Checkpoint, Checkpoints
 from ltm.training.classification import Classification
 from ltm.training.fabric import Fabric, first_alone, make_fabric, placed
 from ltm.training.network import saved_architecture
@@ -196,14 +199,19 @@ def run_task(
             say(line)
         trainer = Trainer(fabric, task, model, shows_progress=say is not silent)
         folder = Path(output) if output is not None else _scratch_folder(fabric, stack)
-        checkpoints = Checkpoints(folder / "checkpoints", keep_every=settings.run.keep_every)
+        checkpoints = Checkpoints(
+            folder / "checkpoints", keep_every=settings.run.keep_every, row_type=task.row_type
+        )
         with first_alone(fabric) as first:
             if first:
                 _open_output(folder, settings, checkpoints, resume)
         start = _resume_(trainer, checkpoints, say)
         rows = [task.row_type(**row) for row in start.history] if start else []
         log = RunLog(rows, say, folder if output and fabric.is_global_zero else None)
-        with _explained(checkpoints, say, kept=output is not None):
+        with (
+            _explained(checkpoints, say, kept=output is not None),
+            checkpoints.space_for("the run"),
+        ):
             _fit(trainer, checkpoints, log, start.epoch if start else 0)
             return _finish(trainer, checkpoints, log, None if output is None else folder)
 
@@ -249,7 +257,6 @@ def _finish(
     with first_alone(fabric) as first:
         if first and output is not None:
             result.save(output)
-            log.close()
     where = "" if output is None else f"; {output / 'model'}"
     log.say(f"{done.line} after epoch {best.epoch}{where}")
     return result
@@ -277,11 +284,25 @@ def _open_output(output: Path, settings: Any, checkpoints: Checkpoints, resume: 
     config = output / "config.yaml"
     if resume == "never":
         checkpoints.clear()
-    elif len(checkpoints) and config.is_file():
-        differ = _differences(read_settings(config, type(settings)()), settings)
+    elif len(checkpoints):
+        before = _earlier_settings(config, checkpoints, type(settings)())
+        differ = [] if before is None else _differences(before, settings)
         if differ:
             raise ValueError(f"{output} cannot be resumed with other settings: {'; '.join(differ)}")
     write_text(config, to_yaml(settings))
+
+
+def _earlier_settings(config: Path, checkpoints: Checkpoints, base: Any) -> Any:
+    """What a run was started with: in its `config.yaml`, or in the copy of its last checkpoint."""
+    last = checkpoints.latest()
+    copy = None if last is None else last.folder / SETTINGS
+    for path in (config, copy):
+        if path is not None and path.is_file():
+            try:
+                return read_settings(path, base)
+            except ValueError as error:
+                warnings.warn(f"{error}; the last checkpoint goes on", stacklevel=2)
+    return None
 
 
 def _differences(before: Any, after: Any) -> list[str]:
@@ -334,7 +355,7 @@ class RunLog:
     def __init__(self, rows: Sequence[EpochRow], say: Say, folder: Path | None) -> None:
         self.rows, self.say = list(rows), say
         self._folder = folder
-        self._board: Any = None
+        self._events = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -351,23 +372,28 @@ class RunLog:
         seconds = sum(r.train_seconds + r.statistics_seconds + r.val_seconds for r in recent)
         self.say(row.line(epochs, (epochs - row.epoch) * seconds / len(recent)))
 
-    def close(self) -> None:
-        """Close files."""
-        if self._board is not None:
-            self._board.close()
-
     def _write_board(self, row: EpochRow, folder: Path) -> None:
-        if self._board is None:
-            with suppress(ImportError):
-                from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
-
-                self._board = SummaryWriter(str(folder / "tensorboard"))
-        if self._board is None:
+        """Add an epoch to TensorBoard's file; its own writer fails in a thread of its own."""
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - optional
+            from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
+            from torch.utils.tensorboard.summary import scalar  # noqa: PLC0415
+        except ImportError:
             return
+        path = folder / "tensorboard" / self._events
+        path.parent.mkdir(parents=True, exist_ok=True)
+        events = BytesIO()
+        writer = RecordWriter(events)
+        if not path.exists():
+            first = Event(wall_time=time.time(), file_version="brain.Event:2")
+            writer.write(first.SerializeToString())
         for name, value in asdict(row).items():
             if isinstance(value, float) and math.isfinite(value):
-                self._board.add_scalar(name.replace("_", "/", 1), value, row.epoch)
-        self._board.flush()
+                summary = scalar(name.replace("_", "/", 1), value)
+                event = Event(wall_time=time.time(), step=row.epoch, summary=summary)
+                writer.write(event.SerializeToString())
+        with path.open("ab") as file:
+            file.write(events.getvalue())
 
 
 def write_rows(rows: Sequence[EpochRow], path: Path) -> None:
@@ -399,4 +425,6 @@ def draw_curves(rows: Sequence[EpochRow], path: Path) -> None:
             axes.axvline(first, linewidth=0.8, linestyle=":", color="grey")
         if len(axes.lines) and len(panel.columns) > 1:
             axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    image = BytesIO()
+    figure.savefig(image, dpi=120)
+    write_bytes(path, image.getvalue())

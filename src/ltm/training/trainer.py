@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from ltm.api import merging_network, merging_off
+from ltm.core.validation import first_line
 from ltm.data.loading import Lookahead
 from ltm.data.sampling import make_key
 from ltm.interruption import stepwise
@@ -36,6 +37,7 @@ from ltm.training.optimisation import (
     make_optimizer,
     make_schedule,
 )
+from ltm.training.settings import to_yaml
 from ltm.training.task import BatchLoss, EpochRow, Means, Step, Task
 from ltm.training.trainable import annealed_noise, set_noise_, train_mode_
 
@@ -146,12 +148,27 @@ class Trainer:
         with first_alone(self.fabric) as first:
             if first:
                 checkpoints.save(
-                    epoch=epoch, tensors=tensors, state=state, score=score, history=history
+                    epoch=epoch,
+                    tensors=tensors,
+                    state=state,
+                    score=score,
+                    history=history,
+                    settings=to_yaml(self.settings),
                 )
 
     def restore_(self, checkpoint: Checkpoint) -> None:
-        """Return to where the checkpoint was written."""
-        state: dict[str, Any] = checkpoint.state()
+        """Return to where the checkpoint was written; a ValueError where it does not fit."""
+        try:
+            self._restore_(checkpoint, checkpoint.state())
+        except (RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            if str(checkpoint.folder) in str(error):
+                raise
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} does not fit this run ({first_line(error)}); "
+                "delete it to go on from the one before"
+            ) from error
+
+    def _restore_(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         weights: dict[str, Any] = dict(checkpoint.weights())
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         if self.is_sharded:
