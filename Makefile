@@ -6,12 +6,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # One thread per test process: the workers already fill the cores.
-test quick fuzz coverage: export OMP_NUM_THREADS ?= 1
+test quick fuzz soak coverage: export OMP_NUM_THREADS ?= 1
 # A file to a worker: what its tests share is made once.
 # In order of name: by number of tests, the files with few but long ones would come last, and wait for one another.
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick fuzz tables check lint coverage clean
+.PHONY: demo test quick fuzz soak tables check lint coverage clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -27,6 +27,11 @@ quick: $(INSTALLED)
 fuzz: export LTM_FUZZ_CASES ?= 1000
 fuzz: $(INSTALLED)
 	$(BIN)/pytest tests/fuzz
+
+# Kills training runs, and compares what becomes of them with a run that was not killed.
+soak: export LTM_SOAK_KILLS ?= 20
+soak: $(INSTALLED)
+	$(BIN)/pytest -s tests/training/test_kills.py
 
 # All tables and figures of the paper on tiny networks: that everything runs, not what it finds.
 tables: $(INSTALLED)

@@ -34,6 +34,8 @@ class Format:
     """What reading a damaged file may raise, as documented: one line that names the file."""
     seconds: float = 10.0
     """How long reading one may take."""
+    share: float = 1.0
+    """Of the cases; less where one takes long."""
 
 
 def _pictures() -> ShapesClassification:

@@ -18,6 +18,7 @@ from random import Random
 import pytest
 
 from fuzz.formats import FORMATS, Format
+from fuzz.saved import SAVED
 
 CASES = int(os.environ.get("LTM_FUZZ_CASES", "60"))
 
@@ -97,7 +98,7 @@ def _peak_memory() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*FORMATS, *SAVED], ids=lambda kind: kind.name)
 def test_damaged_files_are_read_or_refused(kind, tmp_path, monkeypatch):
     folder, output = tmp_path / "given", tmp_path / "output"
     folder.mkdir()
@@ -108,11 +109,12 @@ def test_damaged_files_are_read_or_refused(kind, tmp_path, monkeypatch):
     good = path.read_bytes()
     kind.read(path)
     faults, memory = [], _peak_memory()
-    for number in range(CASES):
+    cases = max(1, round(CASES * kind.share))
+    for number in range(cases):
         path.write_bytes(kind.mutate(good, Random(f"{kind.name} {number}")))
         if fault := _fault(kind, path, output):
             faults.append(f"case {number} {fault}")
-    assert not faults, f"{len(faults)} of {CASES}: " + "; ".join(faults[:5])
+    assert not faults, f"{len(faults)} of {cases}: " + "; ".join(faults[:5])
     assert _peak_memory() - memory < 2**30
 
 

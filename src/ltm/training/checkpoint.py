@@ -67,15 +67,19 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """Optimiser and counters. Nothing is unpickled but tensors and plain values."""
         path = self.folder / _STATE
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"  # torch would unpack older formats on the disk
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            if is_zip:
+                return torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception:  # noqa: BLE001 - torch's own words are a page, and advise to unpickle it
-            raise ValueError(
-                f"{path} is not read: it holds more than tensors and plain values, or is damaged; "
-                "delete its folder to go on from the checkpoint before"
-            ) from None
+        except Exception:  # noqa: BLE001, S110 - torch's own words are a page: load it unsafely
+            pass
+        raise ValueError(
+            f"{path} is not read: it holds more than tensors and plain values, or is damaged; "
+            "delete its folder to go on from the checkpoint before"
+        )
 
 
 class Checkpoints:
