@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from ltm.training.checkpoint import Checkpoint, Checkpoints
+from ltm.training.classification import Classification
 from ltm.training.fabric import make_fabric
 from ltm.training.run import train
 from ltm.training.settings import RunSettings, TrainSettings
+from ltm.training.trainer import Trainer
 
 PROCESS = str(Path(__file__).with_name("process.py"))
 
@@ -23,8 +25,8 @@ Tiny = Callable[..., TrainSettings]
 TinyFile = Callable[..., Path]
 
 
-def last(folder: Path) -> Checkpoint:
-    found = Checkpoints(folder / "checkpoints").latest()
+def last(folder: Path, name: str = "checkpoints") -> Checkpoint:
+    found = Checkpoints(folder / name).latest()
     assert found is not None
     return found
 
@@ -54,6 +56,37 @@ def test_devices_that_cannot_work_are_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ValueError, match=message):
         make_fabric(settings)
+
+
+def _trainer(settings: TrainSettings) -> Trainer:
+    task = Classification(settings)
+    task.open_data()
+    return Trainer(make_fabric(settings.run), task, task.build(print))
+
+
+@pytest.mark.parametrize(("before", "after"), [(24, 12), (6, 12)])
+def test_the_schedule_goes_by_images_whoever_resumes(
+    tiny: Tiny, tmp_path: Path, before: int, after: int
+) -> None:
+    """Half as many processes are batches of half the size, and twice as many updates an epoch.
+
+    0.1.0 went on at the number of updates: the learning rate after the third epoch was that of
+    an earlier or a later one.
+    """
+    groups: dict[str, Any] = {"merge": {"method": "none"}, "optim": {"epochs": 4, "lr": 1e-3}}
+    first = _trainer(tiny(**groups, data={"batch_size": before}))
+    for epoch in range(2):
+        first.run_epoch(epoch)
+    checkpoints = Checkpoints(tmp_path)
+    first.save(checkpoints, 2, None, [])
+    resumed = _trainer(tiny(**groups, data={"batch_size": after}))
+    said = resumed.restore_(last(tmp_path.parent, tmp_path.name))
+    assert said.startswith(f"a batch is {after} images of all processes and was {before}")
+    whole = _trainer(tiny(**groups, data={"batch_size": after}))
+    for epoch in range(2):
+        whole.run_epoch(epoch)
+    assert resumed.run_epoch(2).lr == whole.run_epoch(2).lr
+    assert resumed.updates == whole.updates
 
 
 @pytest.mark.slow
@@ -127,6 +160,8 @@ def test_two_processes_are_one_with_the_doubled_batch(
     for mine, other in zip(two.history, one.history, strict=True):
         for name in ("train_loss", "val_loss"):
             assert mine[name] == pytest.approx(other[name], abs=1e-4)
+        for name in ("ib_loss", "ib_bound"):  # 0.1.0 measured the first process's images alone
+            assert mine[name] == pytest.approx(other[name], abs=1e-3)
         assert mine["train_top1"] == pytest.approx(other["train_top1"], abs=1e-6)
     ours, theirs = two.weights(), one.weights()
     assert ours.keys() == theirs.keys()

@@ -28,6 +28,7 @@ from ltm.api import (
 )
 from ltm.core.bottleneck import BETA, InformationBottleneck, image_features, information_bottleneck
 from ltm.core.cost import evaluating
+from ltm.core.finite import is_finite
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.images import ImageDataset
 from ltm.data.loading import Batch, Loader, evaluation_loader, training_loader
@@ -36,7 +37,7 @@ from ltm.evaluation.bottleneck import pooled_feature
 from ltm.interruption import stepwise
 from ltm.methods.base import Site
 from ltm.models import Say
-from ltm.processes import sum_over_processes
+from ltm.processes import gather_objects, sum_over_processes
 from ltm.training.fabric import Fabric, in_step
 from ltm.training.network import (
     Built,
@@ -61,7 +62,7 @@ from ltm.training.trainable import choose_trainable_
 FITTING_IMAGES = 256
 """Unlabelled training images, spread over all classes, for methods that are fitted at the end."""
 _BOTTLENECK_IMAGES = 2000
-"""Images, of the first process, on which the bottleneck is measured while training."""
+"""Images on which the bottleneck is measured while training: the first of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,8 +349,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate all processes' images; the network is not wrapped, so that shares may be uneven."""
     sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)
-    watches = is_merging(model) and fabric.is_global_zero
-    features = _Features(num_classes)
+    watches = is_merging(model)
+    features = _Features(num_classes, fabric)
     with evaluating(model):
         for (images, labels), counts in in_step(batches, fabric):
             with ExitStack() as stack:
@@ -375,15 +376,19 @@ def evaluate(
 
 
 class _Features:
-    """Merged features and inputs of the first images."""
+    """Merged features and inputs of the first images, whichever process sees them.
 
-    def __init__(self, num_classes: int) -> None:
-        self._num_classes = num_classes
+    Processes take turns: of all images, this one has number `rank` and every `world_size`-th after.
+    """
+
+    def __init__(self, num_classes: int, fabric: Fabric) -> None:
+        self._num_classes, self._device = num_classes, fabric.device
+        self._places = range(fabric.global_rank, _BOTTLENECK_IMAGES, fabric.world_size)
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @property
     def wanted(self) -> bool:
-        return sum(len(labels) for *_, labels in self._parts) < _BOTTLENECK_IMAGES
+        return sum(len(labels) for *_, labels in self._parts) < len(self._places)
 
     def add(self, records: Iterable[Record], images: Tensor, labels: Tensor) -> None:
         merging = [record for record in records if record.decision is not None]
@@ -393,9 +398,21 @@ class _Features:
             self._parts.append((pooled_feature(last, k), image_features(images).half(), labels))
 
     def bottleneck(self) -> InformationBottleneck | None:
-        if not self._parts:
+        """The bottleneck of all processes' images; all processes have to call it."""
+        found = [rows for rows in gather_objects(self._rows()) if rows is not None]
+        if not found:
             return None
-        merged, inputs, labels = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        if not bool(merged.isfinite().all()):
+        places, *rows = (torch.cat(parts) for parts in zip(*found, strict=True))
+        order = places.argsort()  # sums round alike, whoever saw an image
+        merged, inputs, labels = (part[order].to(self._device) for part in rows)
+        if not is_finite(merged):
             return None
         return information_bottleneck(merged, inputs, labels, self._num_classes, BETA)
+
+    def _rows(self) -> tuple[Tensor, ...] | None:
+        """This process's images: their places among all, features, inputs and labels."""
+        if not self._parts:
+            return None
+        most = len(self._places)
+        own = [torch.cat(parts)[:most].cpu() for parts in zip(*self._parts, strict=True)]
+        return torch.tensor(self._places[: len(own[0])]), *own

@@ -328,8 +328,10 @@ def _resume_(trainer: Trainer, checkpoints: Checkpoints, say: Say) -> Checkpoint
     fabric = trainer.fabric
     found = fabric.broadcast(checkpoints.latest() if fabric.is_global_zero else None)
     if found is not None:
-        trainer.restore_(found)
+        changes = trainer.restore_(found)
         say(f"resumed after epoch {found.epoch} from {found.folder}")
+        if changes:
+            say(changes)
     return found
 
 

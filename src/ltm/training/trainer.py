@@ -56,14 +56,14 @@ class Trainer:
         self.shows_progress = shows_progress and fabric.is_global_zero
         self.settings = task.settings
         optim = self.settings.optim
-        total_batch = self.settings.data.batch_size * fabric.world_size * optim.accumulate
+        self.total_batch = self.settings.data.batch_size * fabric.world_size * optim.accumulate
         self.batches = task.start(fabric, model)
         self.forward = fabric.setup_module(model)
-        optimizer = make_optimizer(model, optim, total_batch)
+        optimizer = make_optimizer(model, optim, self.total_batch)
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
         self.updates_per_epoch = -(-len(self.batches) // optim.accumulate)
         self.schedule = make_schedule(
-            optimizer, optim, self.updates_per_epoch, effective_lr(optim, total_batch)
+            optimizer, optim, self.updates_per_epoch, effective_lr(optim, self.total_batch)
         )
         self.average = None
         if optim.ema:
@@ -142,7 +142,7 @@ class Trainer:
             tensors["ema"] = self.average.module.state_dict()
         state = {
             "optimizer": updates,
-            "updates": self.updates,
+            "total_batch": self.total_batch,
             "precision": self.fabric.strategy.precision.state_dict(),
         }
         with first_alone(self.fabric) as first:
@@ -156,10 +156,13 @@ class Trainer:
                     settings=to_yaml(self.settings),
                 )
 
-    def restore_(self, checkpoint: Checkpoint) -> None:
-        """Return to where the checkpoint was written; a ValueError where it does not fit."""
+    def restore_(self, checkpoint: Checkpoint) -> str:
+        """Return to where the checkpoint was written; says what is not as it was then.
+
+        A checkpoint that does not fit is a ValueError.
+        """
         try:
-            self._restore_(checkpoint, checkpoint.state())
+            return self._restore_(checkpoint, checkpoint.state())
         except (RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             if str(checkpoint.folder) in str(error):
                 raise
@@ -168,7 +171,7 @@ class Trainer:
                 "delete it to go on from the one before"
             ) from error
 
-    def _restore_(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def _restore_(self, checkpoint: Checkpoint, state: dict[str, Any]) -> str:
         weights: dict[str, Any] = dict(checkpoint.weights())
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         if self.is_sharded:
@@ -180,7 +183,17 @@ class Trainer:
         if self.average is not None:
             self.average.module.load_state_dict(checkpoint.weights("ema"))
         self.fabric.strategy.precision.load_state_dict(state["precision"])
-        self.updates = int(state["updates"])
+        # Checkpoints end an epoch. The schedule goes by images seen: with another number of
+        # processes there are more or fewer updates in each epoch.
+        self.updates = checkpoint.epoch * self.updates_per_epoch
+        before = state.get("total_batch", self.total_batch)  # 0.1.0 does not say
+        if before == self.total_batch:
+            return ""
+        return (
+            f"a batch is {self.total_batch} images of all processes and was {before}; the "
+            f"learning rate, at most {effective_lr(self.settings.optim, self.total_batch):g}, "
+            "follows the images seen"
+        )
 
     def _merging(self, model: nn.Module, merging: bool) -> AbstractContextManager[Any]:
         network = merging_network(model)
