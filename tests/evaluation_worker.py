@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
 
+import ltm
+from ltm.api import mergers
 from ltm.evaluation.accuracy import evaluate, summarise
 from ltm.evaluation.bottleneck import measure_bottleneck
 
@@ -31,6 +33,15 @@ def bottleneck(batches: list[Any]) -> object:
     return measure_bottleneck({"vit": small_vit()}, batches, 3, beta=5.0)
 
 
+def statistics(batches: list[Any]) -> object:
+    """What every site learns from class statistics, flat."""
+    model = small_vit()
+    ltm.merge_tokens_(model, ltm.LTM(sites=(1,), counts=(10,)))
+    ltm.collect_statistics_(model, batches)
+    learned = [merger.state_dict() for _, merger in mergers(model)]
+    return [float(value) for state in learned for x in state.values() for value in x.flatten()]
+
+
 def small_vit() -> nn.Module:
     import timm
 
@@ -40,7 +51,7 @@ def small_vit() -> nn.Module:
     ).eval()
 
 
-JOBS = {"accuracy": accuracy, "bottleneck": bottleneck}
+JOBS = {"accuracy": accuracy, "bottleneck": bottleneck, "statistics": statistics}
 
 Job = tuple[str, dict[str, Tensor], tuple[int, ...]]
 """What to do, the images and labels of all processes, and how many each of them gets."""

@@ -144,6 +144,23 @@ def decided(images, offset, dtype):
     return float((found == expected).float().mean())
 
 
+def poisoned(value):
+    """A token that is not finite: whether both paths agree, how many join it, if it leaves."""
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 46, 24, device=DEVICE)
+    tokens[0, 8, 3] = value
+    attention = torch.rand(2, 46, device=DEVICE)
+    match = match_least_harm(tokens, Rule(num_leaving=25, num_prefix=1, protection=1.0),
+                             attention=attention)  # fmt: skip
+    expected = merge_in_order(match, torch.ones_like(attention)).assignment
+    found = kernels.assign(tokens, None, attention, None, 25, 1, 1.0, 0.0, 1e-4, prune=False)[0]
+    return [
+        bool((found == expected).all()),
+        *(int((places[0] == places[0, 8]).sum()) - 1 for places in (expected, found)),
+        bool(match.leaves[0, 8]),
+    ]
+
+
 def repeat():
     """Many images in half precision: whether every call says the same, and how far it is right."""
     torch.manual_seed(0)
@@ -344,6 +361,7 @@ def main():
             for images, num_tokens, padding in ((17, 77, 3), (3, 77, 0), (2, 37, 11))
             for dtype in (torch.float32, torch.float16)
         ],
+        "poisoned": [poisoned(value) for value in (torch.nan, torch.inf)],
         "decided": [
             decided(images, offset, dtype)
             for images, offset, dtype in (

@@ -91,6 +91,26 @@ def sum_over_processes(values: Tensor) -> Tensor:
     return values
 
 
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Let an error of one process be one of all, so that none waits for the others for ever."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        if not _together():
+            raise
+        error = caught
+    if not _together():
+        return
+    said = gather_objects(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, problem in enumerate(said):
+        if problem is not None:
+            raise ValueError(f"process {rank}: {problem}")
+
+
 def require_images(num_images: int, device: torch.device) -> None:
     """Stop all processes with one error where any of them has no images."""
     least = torch.tensor([num_images], device=device)

@@ -552,3 +552,28 @@ def test_what_is_no_number_is_no_ratio(method, field, value):
 def test_a_site_hands_on_to_later_ones_of_its_stage(merging, starts, taken_up):
     found = _taken_up(merging, [bool(fresh) for fresh in starts])
     assert found == [bool(taken) for taken in taken_up]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_an_empty_batch_gives_an_empty_result(method, name, frozen):
+    """As without merging. In 0.1.0 LTMP looked for the longest of no images: a RuntimeError."""
+    model = toy(name)
+    empty = pictures(name)[:0]
+    expected = model(empty).shape
+    ltm.merge_tokens_(model, methods()[method](per_block=0.8), size_of(name))
+    if frozen:
+        ltm.freeze_(model)
+    assert model(empty).shape == expected
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_an_empty_batch_is_refused_where_timm_takes_none(method, name):
+    """In 0.1.0 a RuntimeError about a reshape inside timm."""
+    model, empty = toy(name), pictures(name)[:0]
+    ltm.merge_tokens_(model, methods()[method](per_block=0.8), size_of(name))
+    for run in (model, model.forward_features, model.forward_intermediates):
+        with pytest.raises(ValueError, match="images: got an empty batch"):
+            run(empty)

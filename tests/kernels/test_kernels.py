@@ -90,6 +90,12 @@ def test_tokens_with_much_in_common_are_decided_alike(found):
 
 
 @pytest.mark.slow
+def test_nothing_joins_a_token_that_is_not_finite(found):
+    """0.1.0: on the plain path all that left joined it, and kernels took it for the nearest."""
+    assert found["poisoned"] == [[True, 0, 0, False]] * 2
+
+
+@pytest.mark.slow
 def test_grids_agree(found):
     assert max(found["grids"]) < 1e-5
     assert max(found["grids in half"]) < 1e-2

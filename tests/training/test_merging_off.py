@@ -1,5 +1,6 @@
 """A converted model can stand in for its original: warm-up epochs and distillation rely on it."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -74,3 +75,21 @@ def test_a_changed_ratio_keeps_the_statistics_at_work() -> None:
     ltm.collect_statistics_(model, [(images, labels)])
     reconvert_(model, ltm.LTM(per_block=0.7, sites=(1, 2)))
     assert all(merger.active for _, merger in mergers(model))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_copy_that_is_made_while_merging_is_off_merges(family: str) -> None:
+    """In 0.1.0 a copy of a Swin merged with the attention windows of the original."""
+    model, images = build(family), torch.randn(2, 3, size_of(family), size_of(family))
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.5), size_of(family))
+    with torch.no_grad():
+        merged = model(images)
+        with merging_off(model):
+            copied = copy.deepcopy(model)
+            with merging_off(model):
+                whole = model(images)
+            assert torch.equal(model(images), whole)
+        assert torch.equal(copied(images), merged)
+        assert torch.equal(model(images), merged)
+        with merging_off(copied):
+            assert torch.equal(copied(images), whole)

@@ -90,6 +90,12 @@ def restore_maps(
     return [restore(feature, r) for feature, r in zip(maps, reductions, strict=True)]
 
 
+def _require_images(x: Tensor) -> None:
+    """Refuse an empty batch, which timm's grid networks cannot reshape."""
+    if not torch.compiler.is_compiling() and x.shape[0] == 0:
+        raise ValueError("images: got an empty batch; this network needs at least one image.")
+
+
 class MergingGridModel(Resizable):
     """A converted grid network: intermediates come at their nominal size."""
 
@@ -97,6 +103,7 @@ class MergingGridModel(Resizable):
 
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Timm's own; what comes out is known to the head, also after other forwards."""
+        _require_images(x)
         state = self.token_state
         state.open()
         features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
@@ -119,6 +126,7 @@ class MergingGridModel(Resizable):
         self, x: Tensor, indices: int | list[int] | None = None, *args: Any, **options: Any
     ) -> Any:
         """Timm's own, with every map resampled to the size that its stride promises."""
+        _require_images(x)
         info = cast("Any", self).feature_info
         self.token_state.open()
         out = super().forward_intermediates(x, indices, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
@@ -136,6 +144,7 @@ class MergingFeatures(FeatureListNet):
     token_state: TokenState
 
     def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        _require_images(x)
         self.token_state.open()
         maps = super().forward(x)
         reductions = cast("Any", self).feature_info.reduction()

@@ -160,6 +160,12 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
     shift: Grid
     whole: bool
     """No block before has merged: the map is the host's own, at whichever image size."""
+    paused: _Fitted | None = None
+    """The windows to go back to, while merging is off."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _resume_windows_(self)  # A copy merges, also one that is made while merging is off.
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.entering(x)
@@ -261,13 +267,15 @@ class SwinAdapter(GridAdapter):
 
     @contextmanager
     def pausing(self, model: nn.Module) -> Iterator[None]:
-        blocks = [block for block in self.units(model) if isinstance(block, MergingSwinBlock)]
-        fitted = [_host_windows_(block) for block in blocks]
+        merging = [block for block in self.units(model) if isinstance(block, MergingSwinBlock)]
+        blocks = [block for block in merging if block.paused is None]
+        for block in blocks:
+            block.paused = _host_windows_(block)
         try:
             yield
         finally:
-            for block, windows in zip(blocks, fitted, strict=True):
-                _set_windows_(block, windows)
+            for block in blocks:
+                _resume_windows_(block)
 
 
 def _merged_grids(
@@ -347,6 +355,13 @@ def _host_windows_(block: MergingSwinBlock) -> _Fitted:
     window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
     _set_windows_(block, _Fitted(window, shift, True, block.slot.original))
     return before
+
+
+def _resume_windows_(block: MergingSwinBlock) -> None:
+    """Go back to the windows that fit what is left after merging."""
+    if block.paused is not None:
+        _set_windows_(block, block.paused)
+        block.paused = None
 
 
 def _set_windows_(block: MergingSwinBlock, windows: _Fitted) -> None:

@@ -22,6 +22,7 @@ from ltm.api.conversion import conversion_of, mergers, unmerge_tokens_, watching
 from ltm.core.cost import evaluating, meta_copy
 from ltm.core.finite import require_finite_images
 from ltm.methods.base import Images, StatisticalMerger, statistical
+from ltm.processes import failing_together, gather_objects
 
 
 @torch.no_grad()
@@ -165,8 +166,9 @@ def collect_statistics_(
     """Class centroids and Q of every site, from labels or else from the model's own predictions.
 
     `loader` gives images, or (images, labels) with labels of -1 or None for "unknown", and can be
-    gone through twice: first for centroids, then for memberships. Returns the number of images.
-    Where anything fails, the statistics of before are kept.
+    gone through twice: first for centroids, then for memberships. Several processes add theirs up,
+    and one of them may have none. Returns the number of images of all. Where anything fails, in
+    whichever process, the statistics of before are kept.
     """
     if passes < 2:
         raise ValueError(f"passes: got {passes}; at least 2 are needed, the first for centroids.")
@@ -186,7 +188,9 @@ def collect_statistics_(
             merger.forget_statistics_()
         num_images = 0
         for _ in range(passes):
-            num_images = sum(_observe(model, *batch) for batch in _checked(progress(loader)))
+            with failing_together():
+                own = sum(_observe(model, *batch) for batch in _checked(progress(loader)))
+            num_images = sum(gather_objects(own))
             if num_images == 0:
                 raise ValueError("loader: it gave no images.")
             for merger in steps:

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ltm.core.mask_gradient import Step, step_flops, weigh
 from ltm.core.merge import MatchedMerge, token_sizes
-from ltm.kernels.dispatch import operator, uses_triton
+from ltm.kernels.dispatch import is_recorded, operator, uses_triton
 
 _MAX_TOKENS, _MAX_CHANNELS = 256, 1024
 """Longer sequences and wider tokens use the torch path."""
@@ -192,7 +192,14 @@ def squared_distances(
     own = first.float().square().sum(-1)
     theirs = own if second is None else second.float().square().sum(-1)
     product = first @ (first if second is None else second).mT
-    return (own[:, :, None] + theirs[:, None]).to(product.dtype) - 2 * product
+    apart = (own[:, :, None] + theirs[:, None]).to(product.dtype).sub(product, alpha=2)
+    # What is not finite is far from everything, but not as far as what is closed.
+    return _finite_or(apart, torch.finfo(apart.dtype).max)
+
+
+def _finite_or(x: Tensor, value: float) -> Tensor:
+    """Another value for NaN and infinity; recorded graphs, which are checked, do without."""
+    return x if is_recorded() else x.nan_to_num(value, value, value)
 
 
 def _least_harm_free(
@@ -204,7 +211,8 @@ def _least_harm_free(
     if attention is not None:
         rank = attention.argsort(dim=1, stable=True).argsort(dim=1)
     closed = _absent(rank[:, :, None] >= rank[:, None, :], size)
-    cost = (distance * _ward(size, size)).masked_fill(closed, torch.inf).amin(dim=-1)
+    cost = distance if size is None else distance * _ward(size, size)
+    cost = cost.masked_fill(closed, torch.inf).amin(dim=-1)
     seen = _seen(cost, attention, rule.protection)
     if size is not None:
         seen = seen.masked_fill(size <= 0, 0)  # what is not there leaves first
@@ -232,17 +240,14 @@ def _least_harm_alternate(
 
 def _centred(tokens: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
     """Tokens about their mean, at a common scale: the same order of distances, exact in half."""
-    apart = tokens - tokens.mean(dim=1, keepdim=True)
-    scale = apart.float().square().sum(-1).mean(dim=1).clamp_min(1e-12).rsqrt()
+    apart = tokens - _finite_or(tokens, 0.0).mean(dim=1, keepdim=True)
+    squares = _finite_or(apart.float().square().sum(-1), 0.0)
+    scale = squares.mean(dim=1).clamp_min(1e-12).rsqrt()
     return apart * scale[:, None, None].to(tokens.dtype)
 
 
-def _ward(
-    first: Float[Tensor, "b f"] | None, second: Float[Tensor, "b s"] | None
-) -> Float[Tensor, "b f s"] | float:
+def _ward(first: Float[Tensor, "b f"], second: Float[Tensor, "b s"]) -> Float[Tensor, "b f s"]:
     """`m_i m_j / (m_i + m_j)`, twice: 1 where all sizes are one."""
-    if first is None or second is None:
-        return 1.0
     first, second = first[:, :, None], second[:, None]
     return 2 * first * second / (first + second).clamp_min(1e-6)
 

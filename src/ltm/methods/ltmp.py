@@ -233,7 +233,8 @@ class LTMPMerger(Merger):
 def _compact(merge: MaskedMerge, places: Int[Tensor, "b t"]) -> Decision:
     """Remove what has size zero; shorter images are padded by tokens of size zero."""
     alive: Bool[Tensor, "b t"] = merge.sizes(merge.size) > 0
-    longest = int(alive.sum(dim=1).max())
+    counts = alive.sum(dim=1).tolist()
+    longest = max(counts, default=alive.shape[1])  # of no images nothing is removed
     order = torch.argsort((~alive).to(torch.int8), dim=1, stable=True)
     rank = torch.argsort(order, dim=1)
     place, counted = merge.places()

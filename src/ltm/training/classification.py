@@ -309,6 +309,11 @@ class Classification(Task):
         """Training images as evaluation sees them, for class statistics."""
         settings, wanted = self.settings, self.settings.merge.statistics_images
         subset = self.splits.train.take(wanted)
+        if settings.run.strategy == "fsdp" and len(subset) < fabric.world_size:
+            raise ValueError(
+                f"statistics_images: {len(subset)} images are too few for {fabric.world_size} "
+                "processes that share a network; give at least one to each"
+            )
         loader = evaluation_loader(subset, spec_of(settings, model), settings.data, **place)
         together = settings.data.batch_size * fabric.world_size
         number = -(-wanted // together)

@@ -59,6 +59,7 @@ def _product_kernel(
 def distances(products, everyone, inside, rows, here, n):
     """Squared distances of all patches (down) from some (across); the diagonal has their squares.
 
+    What is not finite is far from everything, but not as far as what is closed.
     What is compared stands below each other, so that threads compare their own numbers.
     """
     theirs = tl.load(products + everyone * (n + 1), mask=inside, other=0.0)
@@ -67,7 +68,8 @@ def distances(products, everyone, inside, rows, here, n):
         products + everyone[:, None] * n + rows[None],
         mask=inside[:, None] & here[None], other=0.0,
     )  # fmt: skip
-    return tl.maximum(theirs[:, None] + own[None] - 2 * both, 0.0)
+    apart = theirs[:, None] + own[None] - 2 * both
+    return tl.where(apart < 3e38, tl.maximum(apart, 0.0), 3e38)
 
 
 @triton.jit

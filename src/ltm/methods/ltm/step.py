@@ -222,12 +222,20 @@ class LTMMerger(StatisticalMerger):
 
         The step becomes active with the first Q, that is after a pass that had centroids.
         """
-        if self.informative is None or self.statistics is None:
+        step = self.informative
+        if step is None:
             return
-        total = self.statistics.all_reduce()
-        require_finite(total.state(), f"class statistics of block {self.site.block}: ")
-        self.informative.set_statistics_(total)
+        own = self.statistics
+        if own is None:  # A process may have had no images.
+            own = ClassStatistics.zeros(
+                self.site.num_classes, self.feature_width(), device=step.centroids.device
+            )
+        total = own.all_reduce()
         self.statistics = None
+        if not bool(total.present.any()):
+            return
+        require_finite(total.state(), f"class statistics of block {self.site.block}: ")
+        step.set_statistics_(total)
 
     @property
     def active(self) -> bool:
