@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ltm.files import check_folder
+from ltm.files import output_folder
 
 if TYPE_CHECKING:
     from reproduction.rows import Store
@@ -86,31 +86,31 @@ def table(
     from reproduction.scales.base import Sources
 
     output = output or Path("runs") / f"tables-{scale}"
-    check_folder(output)
-    store = Store(output)
-    sources = Sources(data=data, coco=coco, weights=weights, transfer=transfer)
-    runs = not (draw_only or name == "beside")
-    if runs:
-        check(scale, sources)
-    sources = remembered(store, scale, sources, runs=runs)
-    chosen = _with_seeds(make_scale(scale, sources), seeds)
-    declared = [(experiment, experiment.declare(chosen)) for experiment in experiments]
-    if name == "beside":
-        _write_beside(declared, store, scale, readme)
-        return
-    summary = None
-    if not draw_only:
-        deadline = math.inf if minutes is None else time.time() + 60 * minutes
-        context = _context(store, device, devices=devices, workers=workers, deadline=deadline)
-        from reproduction.running.parallel import run_side_by_side
-        from reproduction.running.queue import run_jobs
+    with output_folder(output, shared=True):
+        store = Store(output)
+        sources = Sources(data=data, coco=coco, weights=weights, transfer=transfer)
+        runs = not (draw_only or name == "beside")
+        if runs:
+            check(scale, sources)
+        sources = remembered(store, scale, sources, runs=runs)
+        chosen = _with_seeds(make_scale(scale, sources), seeds)
+        declared = [(experiment, experiment.declare(chosen)) for experiment in experiments]
+        if name == "beside":
+            _write_beside(declared, store, scale, readme)
+            return
+        summary = None
+        if not draw_only:
+            deadline = math.inf if minutes is None else time.time() + 60 * minutes
+            context = _context(store, device, devices=devices, workers=workers, deadline=deadline)
+            from reproduction.running.parallel import run_side_by_side
+            from reproduction.running.queue import run_jobs
 
-        jobs = [job for _, made in declared for job in made.jobs()]
-        if processes == 1:
-            summary = run_jobs(jobs, context)
-        else:
-            summary = run_side_by_side(jobs, context, processes)
-    _write(declared, store, scale, summary)
+            jobs = [job for _, made in declared for job in made.jobs()]
+            if processes == 1:
+                summary = run_jobs(jobs, context)
+            else:
+                summary = run_side_by_side(jobs, context, processes)
+        _write(declared, store, scale, summary)
 
 
 def _check_numbers(devices: int, processes: int, seeds: int | None, minutes: float | None) -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import socket
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+
+from ltm.interruption import in_steps
 
 _LARGEST_JSON = 2**28
 
@@ -85,20 +94,238 @@ def shared_lock(path: Path, *, exclusive: bool) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def check_folder(
-    output: Path | None,
+# --- A folder of results --------------------------------------------------------------------------
+
+_LOCK = ".lock"
+_UNFINISHED = ".unfinished-"
+"""How folders are called in which results are being written."""
+_COMPLETE = ".complete"
+"""What such a folder is called once all is written, and its files move to their places."""
+_REPLACED = ".replaced"
+"""Lists patterns of files that belong to earlier results."""
+
+command_words: ContextVar[str | None] = ContextVar("command_words", default=None)
+"""The command that runs, as others are told; by default the words that this process was given."""
+
+_LOOKS, _PATIENCE, _PAUSE = 3, 20, 0.05
+"""How often to look again, and the seconds between, where another process is about to be done."""
+
+_held: dict[Path, int] = {}
+"""Folders that this process holds, and the thread that does."""
+_handles: set[int] = set()
+
+
+class FolderInUseError(FileExistsError):
+    """Another run writes into the folder."""
+
+
+@contextmanager
+def output_folder(
+    output: str | Path | None,
     *,
     overwrite: bool = True,
     other_ways: str = "use --overwrite",
     written: Sequence[str] = (),
-) -> None:
-    """Say before any work is done that `output` cannot be a folder of results; nothing stays.
+    shared: bool = False,
+) -> Iterator[None]:
+    """Hold a folder of results while a run lasts; what cannot work is said before it begins.
 
-    Without `overwrite` a folder that holds another run's results is refused, and so is one with a
-    file of a name that is to be `written`, which may be the user's own.
+    A second run into the folder is refused with `FolderInUseError`. The lock is the system's: that
+    of a killed run is gone with it. Of processes that torchrun started the first one holds the
+    folder. The thread that holds it may ask again, as `save` does inside a run. A folder that is
+    still empty at the end goes, if it was made here.
+
+    Args:
+        output: The folder; nothing is held where it is None.
+        overwrite: Without it a folder that holds another run's results is refused, and so is one
+            with a file of a name that is to be `written`, which may be the user's own.
+        other_ways: What else the user can do then.
+        written: Names of files that the run will write.
+        shared: Hold it together with others that share it, who agree on what each of them writes.
     """
-    if output is None:
+    if output is None or os.environ.get("RANK", "0") != "0":
+        yield
         return
+    folder = Path(output)
+    _require_folder(folder)
+    where = folder.resolve()
+    if _held.get(where) == threading.get_ident():
+        _refuse_results(folder, overwrite, other_ways, written)
+        yield
+        return
+    made = [place for place in (folder, *folder.parents) if not _is_there(place)]
+    handle = _lock(folder, shared=shared)
+    _held[where] = threading.get_ident()
+    try:
+        if not shared and handle is not None:
+            _tidy(folder)
+        _refuse_results(folder, overwrite, other_ways, written)
+        yield
+    finally:
+        del _held[where]
+        _unlock(folder, handle)
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
+
+
+@contextmanager
+def results_in(output: str | Path, *, replaced: Sequence[str] = ()) -> Iterator[Path]:
+    """Write the results of a run as one set: into the folder that this yields, which is elsewhere.
+
+    At the end they move to `output`, which is held meanwhile; files there that match `replaced`
+    and are not among them go. Where anything fails before, `output` stays as it was. Where the
+    process is killed while they move, `complete` does the rest.
+    """
+    folder = Path(output)
+    with output_folder(folder):
+        aside = Path(tempfile.mkdtemp(dir=folder, prefix=_UNFINISHED))
+        try:
+            yield aside
+            write_json(aside / _REPLACED, list(replaced))
+            for path in _files_in(aside):
+                _sync(path)
+            with in_steps():  # Ctrl-C waits
+                aside.replace(folder / _COMPLETE)
+                _move_in(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def complete(folder: Path) -> None:
+    """Put results into their places that a killed process has written and not yet moved."""
+    for _ in range(_PATIENCE):
+        if not (folder / _COMPLETE).is_dir() or folder.resolve() in _held:
+            return
+        with suppress(FolderInUseError, PermissionError), output_folder(folder):
+            return
+        time.sleep(_PAUSE)  # whoever holds it is just doing this
+
+
+def _tidy(folder: Path) -> None:
+    """Finish, or remove, what a killed process has left."""
+    if (folder / _COMPLETE).is_dir():
+        _move_in(folder)
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _move_in(folder: Path) -> None:
+    """Move complete results to their places. What says that they are there goes first, comes last.
+
+    It can be repeated after it was cut short.
+    """
+    aside = folder / _COMPLETE
+    replaced: list[str] = []
+    with suppress(OSError, ValueError):
+        replaced = json.loads((aside / _REPLACED).read_text(encoding="utf-8"))
+    files = sorted(_files_in(aside), key=lambda path: _DECIDING.get(path.name, 0))
+    new = [path.relative_to(aside) for path in files if path.name != _REPLACED]
+    outdated = {path for pattern in replaced for path in folder.glob(pattern)}
+    outdated -= {folder / name for name in new if name.name not in _DECIDING}
+    for path in (*outdated, *(folder / name for name in _DECIDING if Path(name) in new)):
+        path.unlink(missing_ok=True)
+    for name in new:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (aside / name).replace(folder / name)
+    shutil.rmtree(aside)
+
+
+_DECIDING = {"config.json": 1, "metrics.json": 2}
+"""Files that say that the others are there too."""
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _lock(folder: Path, *, shared: bool) -> int | None:
+    """Take the lock of a folder, and note who has it; None where the system has no locks."""
+    try:
+        import fcntl
+    except ImportError:  # pragma: no cover
+        folder.mkdir(parents=True, exist_ok=True)
+        return None
+    path, kind = folder / _LOCK, fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    refused = 0
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            continue  # another run has just removed the folder
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            refused += 1
+            if refused < _LOOKS:
+                time.sleep(_PAUSE)
+                continue
+            raise FolderInUseError(f"output {folder} is in use by {_holder(path)}") from None
+        except OSError:  # a file system without locks
+            os.close(handle)
+            return None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                break
+        os.close(handle)  # the one who had it has removed the file
+    words = command_words.get() or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    about = {"command": words, "process": os.getpid(), "host": socket.gethostname(), "since": since}
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(about).encode(), 0)
+    _handles.add(handle)
+    return handle
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock, in words."""
+    for _ in range(_PATIENCE):
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            return (
+                f"{about['command']} (process {about['process']} on {about['host']}, since "
+                f"{about['since']}): wait for it, or choose another folder"
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            time.sleep(_PAUSE)  # it has just begun
+    return "another run: wait for it, or choose another folder"
+
+
+def _unlock(folder: Path, handle: int | None) -> None:
+    """Let go of a folder; the last of those who share it removes the file."""
+    if handle is None:
+        return
+    import fcntl
+
+    _handles.discard(handle)
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / _LOCK).unlink()
+    os.close(handle)
+
+
+def _forget_locks() -> None:
+    """Let go of locks in a forked worker: it may outlive the run for a while."""
+    for handle in _handles:
+        with suppress(OSError):
+            os.close(handle)
+    _handles.clear()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _require_folder(output: Path) -> None:
+    """Refuse what cannot be a folder of results; nothing stays."""
     try:
         # Nothing is made: other processes may be about to make the same folders.
         nearest = next(place for place in (output, *output.parents) if _is_there(place))
@@ -110,6 +337,9 @@ def check_folder(
         raise PermissionError(
             f"output {output} cannot be written to ({error.strerror}): choose another folder"
         ) from error
+
+
+def _refuse_results(output: Path, overwrite: bool, other_ways: str, written: Sequence[str]) -> None:
     if not overwrite and (output / "metrics.json").exists():
         raise FileExistsError(
             f"output {output} holds the results of another run: choose another folder, or "
@@ -132,7 +362,8 @@ def _is_there(place: Path) -> bool:
     return True
 
 
-def write_metrics(output: Path | None, metrics: Mapping[str, object]) -> None:
+def write_metrics(output: str | Path | None, metrics: Mapping[str, object]) -> None:
     """Write `metrics.json` into the folder `output`, if one was asked for."""
     if output is not None:
-        write_json(output / "metrics.json", metrics)
+        with output_folder(output):
+            write_json(Path(output) / "metrics.json", metrics)

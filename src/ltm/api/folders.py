@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ltm.core.finite import require_finite
 from ltm.core.validation import check_entries, first_line
-from ltm.files import read_json, write_bytes, write_json
+from ltm.files import complete, read_json, results_in, write_bytes, write_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -144,8 +144,27 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_folder(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> None:
     """Write what a model has learned, and what is known about it, with checksums of both."""
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    write_bytes(folder / WEIGHTS, save_tensors(tensors, metadata={"format": "pt"}))
-    write_config(folder, config)
+    require_own(folder)
+    with results_in(folder) as aside:
+        write_bytes(aside / WEIGHTS, save_tensors(tensors, metadata={"format": "pt"}))
+        write_config(aside, config)
+
+
+def require_own(folder: Path) -> None:
+    """Refuse to replace a model that ltm has not written."""
+    complete(folder)
+    there = [name for name in (CONFIG, WEIGHTS) if (folder / name).exists()]
+    if not there:
+        return
+    try:
+        known = read_json(folder / CONFIG)
+    except (OSError, ValueError):
+        known = None
+    if not isinstance(known, dict) or not {"token_merging", _CHECKSUMS} & known.keys():
+        raise FileExistsError(
+            f"folder {folder} has a {there[0]} that ltm has not written, and that would be "
+            "replaced: choose another folder"
+        )
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -303,5 +322,6 @@ def refused(folder: Path) -> Iterator[None]:
 
 def saved_folder(folder: Path) -> Path:
     """The folder of a saved network, where that of a training run may be given too."""
+    complete(folder)
     inner = folder / "model"
     return inner if not (folder / CONFIG).is_file() and (inner / CONFIG).is_file() else folder

@@ -24,6 +24,7 @@ from ltm.api import (
     save,
     unmerged_copy,
 )
+from ltm.api.folders import require_own
 from ltm.calibration.grids import GridSpace
 from ltm.calibration.search import (
     CountedCost,
@@ -42,7 +43,7 @@ from ltm.evaluation.images import MIN_IMAGES, open_images, read_images
 from ltm.evaluation.latency import interleaved
 from ltm.evaluation.modes import MODES
 from ltm.evaluation.records import describe
-from ltm.files import write_metrics
+from ltm.files import results_in, write_metrics
 from ltm.interruption import in_steps, stop_if_asked, take_press
 from ltm.methods import DEFAULT, MethodConfig, methods
 from ltm.models import Network, Say, changed, method_config, open_model, require_least, silent
@@ -117,7 +118,8 @@ class CalibrateResult:
             raise ValueError("model: this result has no network; merge_tokens_ takes its config")
         device = next(self.model.parameters()).device
         network = merging_copy(self.model, self.config, self.image_size).cpu()
-        folder = save(network, folder)
+        folder = Path(folder)
+        require_own(folder)
         metrics = {
             "data": self.data,
             **about,
@@ -125,7 +127,9 @@ class CalibrateResult:
             "environment": asdict(describe(device)),
             "history": [asdict(trial) for trial in self.history],
         }
-        write_metrics(folder, metrics)
+        with results_in(folder) as aside:
+            save(network, aside)
+            write_metrics(aside, metrics)
         return folder
 
 

@@ -3,11 +3,13 @@
 import errno
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ltm.extras import MissingExtraError, named
+from ltm.files import command_words
 from ltm.interruption import INTERRUPTED, end, whole_command
 
 COMMANDS = {
@@ -68,6 +70,7 @@ def _run(args: list[str]) -> int:
         )
         return 0
     name, *options = args
+    told = command_words.set(shlex.join(["ltm", *args]))
     try:
         module = import_module(f"ltm.cli.{name}")
         # Some commands have defaults that follow from their options, such as a recipe.
@@ -86,6 +89,8 @@ def _run(args: list[str]) -> int:
         place = "" if error.filename is None else f" for {error.filename}"
         print(f"ltm {name}: no space left{place}: free some, and start again", file=sys.stderr)
         return 2
+    finally:
+        command_words.reset(told)
     return 0
 
 

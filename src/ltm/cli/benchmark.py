@@ -28,8 +28,9 @@ def benchmark(
     order each round; a speed-up is the median of the rounds' ratios, with its 95% interval, against
     the untouched network with fused attention in the same mode and in its own best mode. "no gain
     here" means that the interval touches 1. Rows are written as they come: with --resume a long
-    grid can be gathered over several runs, each with its own base. Runs that share an output at the
-    same time get ready (compile) side by side, and are timed one after the other.
+    grid can be gathered over several runs, each with its own base. Runs with --resume may share an
+    output at the same time: they get ready (compile) side by side, are timed one after the other,
+    and measure nothing twice.
 
     Example:
         ltm benchmark --models vit_base_patch16_224 --methods tome,ltm,ltm-static

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ltm.calibration.settings import CalibrateSettings
 from ltm.cli.commands import Flat, interrupted, say
-from ltm.files import check_folder
+from ltm.files import output_folder
 from ltm.models import ModelSource
 
 
@@ -35,16 +35,15 @@ def calibrate(
         output: folder for the network and metrics.json.
         overwrite: replace another run's results there.
     """
-    check_folder(output, overwrite=overwrite)
+    with output_folder(output, overwrite=overwrite, written=("config.json", "model.safetensors")):
+        from ltm.calibration import calibration
 
-    from ltm.calibration import calibration
-
-    result = calibration.calibrate(source, data, settings, say=say)
-    print(result)
-    if output is not None:
-        if source.run is not None:
-            print("What its mask modules had learned belongs to other sites, and is not kept.")
-        result.save(output, model=source.model or str(source.run))
+        result = calibration.calibrate(source, data, settings, say=say)
+        print(result)
+        if output is not None:
+            if source.run is not None:
+                print("What its mask modules had learned belongs to other sites, and is not kept.")
+            result.save(output, model=source.model or str(source.run))
     if result.interrupted:
         kept = "" if output is None else f"; {output} holds it"
         interrupted(f"Stopped early: this is the best of {len(result.history)} trials{kept}.")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ltm.cli.commands import Flat, command_line, interrupted, say
 from ltm.compression.settings import CompressSettings
-from ltm.files import check_folder
+from ltm.files import output_folder
 from ltm.models import ModelSource
 
 
@@ -38,12 +38,12 @@ def compress(
     if output is None:
         method = settings.method.partition(":")[0]
         output = Path("runs") / f"{source.name.replace('/', '-')}-{method}-{settings.ratio:g}"
-    check_folder(output, overwrite=overwrite, written=("README.md",))
+    written = ("README.md", "config.json", "model.safetensors")
+    with output_folder(output, overwrite=overwrite, written=written):
+        from ltm.compression import compress as verb
 
-    from ltm.compression import compress as verb
-
-    result = verb.compress(source, data, settings, folder=output, command=command, say=say)
-    result.save(output)
+        result = verb.compress(source, data, settings, folder=output, command=command, say=say)
+        result.save(output)
     print(result)
     say(f"Report: {output / 'report.html'}")
     if result.interrupted:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ltm.cli.commands import Flat, command_line, say
+from ltm.cli.commands import Flat, command_line, interrupted, say
 from ltm.compression.settings import CompressSettings
-from ltm.files import check_folder
+from ltm.files import output_folder
 from ltm.models import method_config
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ltm.compression.compress import CompressResult
 
 NETWORK = "vit_tiny_patch16_224"
 NETWORK_ARGS = {
@@ -69,15 +71,28 @@ def demo(settings: Flat[DemoSettings], *, overwrite: bool = False) -> None:
     # torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+    from ltm.methods import DEFAULT
+
+    method_config(DEFAULT, settings.ratio)
+    output = settings.output
+    with output_folder(output, overwrite=overwrite or _is_own(output)):
+        result = _compressed(settings)
+        result.save(output)
+    print(result)
+    say(f"Report: {output / 'report.html'}")
+    if result.interrupted:
+        interrupted(f"Stopped during {result.interrupted}; {output} holds what was done.")
+
+
+def _compressed(settings: DemoSettings) -> CompressResult:
+    """Train the network, or take that of an earlier run, and compress it with every method."""
     from ltm.compression.compress import compress
     from ltm.methods import DEFAULT, methods
 
     output, epochs, seed = settings.output, settings.epochs, settings.seed
-    method_config(DEFAULT, settings.ratio)
-    check_folder(output, overwrite=overwrite or _is_own(output))
     data = f"shapes:classes=10,size=64,images={settings.train_images}"
     data += f",val_images={settings.images},seed={seed}"
-    result = compress(
+    return compress(
         _trained_network(data, epochs, seed, output / "network"),
         data,
         CompressSettings(
@@ -98,9 +113,6 @@ def demo(settings: Flat[DemoSettings], *, overwrite: bool = False) -> None:
         command=command_line("demo", settings),
         say=say,
     )
-    result.save(output)
-    print(result)
-    say(f"Report: {output / 'report.html'}")
 
 
 def _trained_network(data: str, epochs: int, seed: int, folder: Path) -> nn.Module:

@@ -21,7 +21,7 @@ from ltm.detection.settings import (
     Task,
     find_detection_recipe,
 )
-from ltm.files import check_folder
+from ltm.files import output_folder
 from ltm.training.settings import read_settings
 
 
@@ -85,16 +85,18 @@ class Evaluate:
     settings: Flat[EvaluateDetectorSettings]
     output: Path | None = None
     """Folder for metrics.json, results.json and pictures/."""
+    overwrite: bool = False
+    """Replace another run's results there."""
 
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
-        check_folder(self.output)
-        from ltm.detection.inference import evaluate_detector
+        with output_folder(self.output, overwrite=self.overwrite, written=("results.json",)):
+            from ltm.detection.inference import evaluate_detector
 
-        result = evaluate_detector(self.run, self.data, self.settings, task=task)
-        print(result)
-        if self.output is not None:
-            result.save(self.output)
+            result = evaluate_detector(self.run, self.data, self.settings, task=task)
+            print(result)
+            if self.output is not None:
+                result.save(self.output)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +114,16 @@ class Predict:
     settings: Flat[PredictDetectorSettings]
     output: Path = Path("runs/predictions")
     """Folder for the pictures."""
+    overwrite: bool = False
+    """Replace another run's results there."""
 
     def __call__(self, task: Task) -> None:
         """Run the action, for detectors of one kind."""
-        check_folder(self.output)
-        from ltm.detection.inference import predict_objects
+        with output_folder(self.output, overwrite=self.overwrite, written=("results.json",)):
+            from ltm.detection.inference import predict_objects
 
-        result = predict_objects(self.run, self.images, self.settings, task=task)
-        print(f"{result}: {result.save(self.output)}")
+            result = predict_objects(self.run, self.images, self.settings, task=task)
+            print(f"{result}: {result.save(self.output)}")
 
 
 def actions_of(

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ltm.cli.commands import Flat, say
+from ltm.cli.commands import Flat, interrupted, say
 from ltm.evaluation.settings import EvaluateSettings
-from ltm.files import check_folder
+from ltm.files import output_folder
 from ltm.models import ModelSource
 
 
@@ -34,13 +34,14 @@ def evaluate(
         output: folder for metrics.json.
         overwrite: replace another run's results there.
     """
-    check_folder(output, overwrite=overwrite)
+    with output_folder(output, overwrite=overwrite):
+        from ltm.evaluation import evaluate as verb
+        from ltm.processes import is_first
 
-    from ltm.evaluation import evaluate as verb
-    from ltm.processes import is_first
-
-    result = verb.evaluate(source, data, settings, say=say)
-    if is_first():
-        print(result)
-        if output is not None:
-            result.save(output)
+        result = verb.evaluate(source, data, settings, say=say)
+        if is_first():
+            print(result)
+            if output is not None:
+                result.save(output)
+    if result.interrupted:
+        interrupted("Stopped early.")

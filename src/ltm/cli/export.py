@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ltm.cli.commands import Flat, say
 from ltm.deployment.settings import ExportSettings
-from ltm.files import check_folder
+from ltm.files import output_folder
 from ltm.models import ModelSource
 
 
@@ -30,10 +30,7 @@ def export(
         output: folder for the files and metrics.json.
         overwrite: replace another run's results there.
     """
-    check_folder(output, overwrite=overwrite)
+    with output_folder(output, overwrite=overwrite):
+        from ltm.deployment import export as exporting
 
-    from ltm.deployment import export as exporting
-
-    result = exporting.export(source, output, settings, say=say)
-    result.save()
-    print(result)
+        print(exporting.export(source, output, settings, say=say))

@@ -8,7 +8,7 @@ import tyro
 
 from ltm.cli.commands import Flat
 from ltm.deployment.settings import LineFormat, PredictSettings
-from ltm.files import check_folder
+from ltm.files import output_folder
 from ltm.models import ModelSource, refuse_given
 
 
@@ -41,22 +41,26 @@ def predict(
         output: folder for predictions and metrics.json; by default they are printed.
         overwrite: replace another run's results there.
     """
-    check_folder(output, overwrite=overwrite)
-    if onnx is not None:
-        _check_onnx_alone(onnx, source)
+    written = (f"predictions.{form}",)
+    with output_folder(output, overwrite=overwrite, written=written):
+        if onnx is not None:
+            _check_onnx_alone(onnx, source)
 
-    from ltm.deployment import prediction
+        from ltm.deployment import prediction
 
-    found = prediction.predict(source if onnx is None else onnx, inputs, settings, say=_say)
-    if output is None:
-        found.write(sys.stdout, form)
-    else:
-        found.save(output, form)
+        found = prediction.predict(source if onnx is None else onnx, inputs, settings, say=_say)
+        if output is None:
+            found.write(sys.stdout, form)
+        else:
+            found.save(output, form)
     if not found.num_images:
         print("there are no images among the inputs", file=sys.stderr)
     if found.num_unreadable:
         unread = f"{found.num_unreadable} of {found.num_images} images could not be read"
         print(unread, file=sys.stderr)
+    if found.interrupted:
+        _say(f"Stopped early, after {found.num_images} images.")
+        raise KeyboardInterrupt
 
 
 def _say(line: str) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from ltm.cli.commands import Flat
-from ltm.files import check_folder, write_metrics
+from ltm.files import output_folder, write_metrics
 from ltm.models import ModelSource
 from ltm.web.settings import ServeSettings
 
@@ -33,11 +33,10 @@ def serve(
         output: folder for metrics.json, written at the end.
         overwrite: replace another run's results there.
     """
-    check_folder(output, overwrite=overwrite)
+    with output_folder(output, overwrite=overwrite):
+        from ltm.web import server
 
-    from ltm.web import server
-
-    counts = server.serve(source, settings, say=partial(print, file=sys.stderr, flush=True))
-    write_metrics(output, counts)
+        counts = server.serve(source, settings, say=partial(print, file=sys.stderr, flush=True))
+        write_metrics(output, counts)
     if counts["interrupted"]:
         raise KeyboardInterrupt

@@ -5,7 +5,7 @@ from pathlib import Path
 import tyro
 
 from ltm.cli.commands import Flat
-from ltm.files import check_folder
+from ltm.files import output_folder
 from ltm.models import ModelSource
 from ltm.report.settings import VisualizeSettings
 
@@ -36,9 +36,8 @@ def visualize(
         output: folder for the pictures and metrics.json.
         overwrite: replace another run's results there.
     """
-    check_folder(output, overwrite=overwrite)
+    with output_folder(output, overwrite=overwrite):
+        from ltm.report import visualization
 
-    from ltm.report import visualization
-
-    for path in visualization.visualize(source, images, settings).save(output):
-        print(path)
+        for path in visualization.visualize(source, images, settings).save(output):
+            print(path)

@@ -27,6 +27,7 @@ from ltm.api import (
     save,
     unmerged_copy,
 )
+from ltm.api.folders import require_own
 from ltm.calibration.calibration import calibrate
 from ltm.calibration.settings import CalibrateSettings
 from ltm.compression.settings import CompressSettings
@@ -47,7 +48,7 @@ from ltm.evaluation.images import (
 from ltm.evaluation.latency import BASE
 from ltm.evaluation.measurement import Measurements
 from ltm.evaluation.records import describe, text_table
-from ltm.files import write_metrics
+from ltm.files import output_folder, results_in, write_metrics
 from ltm.methods import MethodConfig
 from ltm.models import (
     Network,
@@ -78,6 +79,7 @@ from ltm.report.tracing import last_attended_block, trace_models
 
 _DEFAULTS = CompressSettings()
 _FITTING_IMAGES = 64
+_FILES = ("model.safetensors", "config.json", "report.html", "README.md", "metrics.json")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -102,11 +104,13 @@ class CompressResult:
     def save(self, folder: str | Path) -> Path:
         """Write the network, its card, report.html and metrics.json."""
         folder = Path(folder)
-        if self.model is not None:
-            save(self.model, folder, class_names=self.class_names)
-        write_metrics(folder, self.comparison.to_dict())
-        write_report(self.comparison, folder, self.illustrations)
-        write_card(self.comparison, folder, origin=self.origin)
+        require_own(folder)
+        with results_in(folder, replaced=_FILES) as aside:
+            if self.model is not None:
+                save(self.model, aside, class_names=self.class_names)
+            write_report(self.comparison, aside, self.illustrations)
+            write_card(self.comparison, aside, origin=self.origin)
+            write_metrics(aside, self.comparison.to_dict())
         return folder
 
     def __repr__(self) -> str:
@@ -146,8 +150,10 @@ def compress(
         say: told what is done, line by line.
         changes: changes of the settings, such as `ratio=0.5`.
     """
-    job = _Compression(model, data, changed(settings, changes), folder=folder, name=name, say=say)
-    job.run()
+    settings = changed(settings, changes)
+    with output_folder(folder):
+        job = _Compression(model, data, settings, folder=folder, name=name, say=say)
+        job.run()
     source, base = job.source, job.models[BASE]
     origin = "given as a network" if source is None else source.origin
     return CompressResult(
@@ -400,7 +406,8 @@ class _Compression:
         self.illustrations = illustrate(scenes, trace_models(shown, scenes.inputs), block)
 
     def _save(self) -> None:
-        if self.folder is not None:
+        # Results of an earlier run are replaced as a whole, at the end.
+        if self.folder is not None and not (self.folder / "metrics.json").exists():
             save(self.model, self.folder, class_names=self.images.evaluation.class_names)
 
     def comparison(self, weights: str, command: str) -> Comparison:

@@ -36,7 +36,7 @@ from ltm.evaluation.images import part_images
 from ltm.evaluation.latency import interleaved, speedup, spread
 from ltm.evaluation.modes import OnnxModel
 from ltm.evaluation.records import text_table
-from ltm.files import write_metrics
+from ltm.files import results_in, write_metrics
 from ltm.models import (
     ModelSource,
     Say,
@@ -132,7 +132,7 @@ class ExportResult:
         }
 
     def save(self, folder: Path | None = None) -> None:
-        """Write metrics.json, by default beside the files."""
+        """Write metrics.json once more, by default beside the files."""
         write_metrics(folder or self.folder, self.to_dict())
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ def export(
 
     Args:
         model: a network, a saved folder, a timm name, or a `ModelSource`.
-        folder: where the files go.
+        folder: where the files go, and metrics.json.
         settings: what to write, and on which images to prove it.
         say: told what is done, line by line.
         changes: fields of the settings to change, such as `formats=("onnx", "program")`.
@@ -195,31 +195,36 @@ def export(
         calibration_images=settings.calibration_images if settings.int8 else 0,
     )
     run = None if source is None else source.run
-    job = Export(network, folder, known_about(network, settings, run=run, source=settings.data))
-    number = max(settings.batch_sizes)
-    sample = next(iter(_batches(job, parts.evaluation.take(number), settings, number))).images
-    job.write(
-        settings.formats, sample, batch_sizes=settings.batch_sizes, tolerance=settings.tolerance
-    )
-    rows: list[Int8Accuracy] = []
-    if settings.int8:
-        check_classes(job.model, parts.evaluation.class_names, settings.data)
-        for recipe in settings.int8:
-            few = () if parts.calibration is None else _batches(job, parts.calibration, settings)
-            job.write_int8(recipe, (batch.images for batch in few))
-        labelled = _batches(job, parts.evaluation, settings)
-        loop = Progress("accuracy")
-        rows = job.measure_int8(labelled, progress=loop)
-        if loop.interrupted:
-            raise KeyboardInterrupt
-    return ExportResult(
-        folder=folder,
-        information=job.information,
-        data=settings.data,
-        num_images=len(sample),
-        files=tuple(job.files),
-        int8=tuple(rows),
-    )
+    with results_in(folder) as aside:
+        job = Export(network, aside, known_about(network, settings, run=run, source=settings.data))
+        number = max(settings.batch_sizes)
+        sample = next(iter(_batches(job, parts.evaluation.take(number), settings, number))).images
+        job.write(
+            settings.formats, sample, batch_sizes=settings.batch_sizes, tolerance=settings.tolerance
+        )
+        rows: list[Int8Accuracy] = []
+        if settings.int8:
+            check_classes(job.model, parts.evaluation.class_names, settings.data)
+            for recipe in settings.int8:
+                few = (
+                    () if parts.calibration is None else _batches(job, parts.calibration, settings)
+                )
+                job.write_int8(recipe, (batch.images for batch in few))
+            labelled = _batches(job, parts.evaluation, settings)
+            loop = Progress("accuracy")
+            rows = job.measure_int8(labelled, progress=loop)
+            if loop.interrupted:
+                raise KeyboardInterrupt
+        result = ExportResult(
+            folder=folder,
+            information=job.information,
+            data=settings.data,
+            num_images=len(sample),
+            files=tuple(job.files),
+            int8=tuple(rows),
+        )
+        result.save(aside)
+    return result
 
 
 def _batches(

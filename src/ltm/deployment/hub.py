@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from ltm.api import conversion_of, load, report, save
-from ltm.api.folders import CONFIG, WEIGHTS, read_config, write_config
+from ltm.api.folders import CONFIG, WEIGHTS, read_config, require_own, write_config
 from ltm.deployment.information import ModelInformation, describe
 from ltm.extras import require
-from ltm.files import write_text
+from ltm.files import results_in, write_text
 
 _CARD = "README.md"
 
@@ -34,15 +34,21 @@ def prepare_folder(
     `origin` may name a `base_model`, a `license` and `datasets`; the card leaves out what it lacks.
     """
     information = describe(model, class_names=class_names)
+    require_own(folder)
+    with results_in(folder) as aside:
+        _write(model, aside, information)
+        if not (folder / _CARD).exists():
+            write_text(aside / _CARD, card(model, information, origin or {}))
+    return folder
+
+
+def _write(model: nn.Module, folder: Path, information: ModelInformation) -> None:
     save(model, folder)
     config = read_config(folder)
     config["num_features"] = int(getattr(model, "num_features", 0) or 0)
     if information.class_names is not None:
         config["label_names"] = list(information.class_names)
     write_config(folder, config)
-    if not (folder / _CARD).exists():
-        write_text(folder / _CARD, card(model, information, origin or {}))
-    return folder
 
 
 def card(model: nn.Module, information: ModelInformation, origin: Mapping[str, str]) -> str:

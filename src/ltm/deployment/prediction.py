@@ -32,7 +32,7 @@ from ltm.deployment.formats import onnx_information
 from ltm.deployment.information import ModelInformation, known_about
 from ltm.deployment.settings import LineFormat, PredictSettings
 from ltm.evaluation.modes import OnnxModel
-from ltm.files import write_metrics
+from ltm.files import results_in, write_metrics
 from ltm.models import (
     ModelSource,
     Say,
@@ -89,13 +89,14 @@ class Predictions:
 
     def save(self, folder: Path | str, form: LineFormat = "jsonl") -> Path:
         """Write predictions.jsonl or predictions.csv, and metrics.json, into a folder."""
-        path = Path(folder) / f"predictions.{form}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            self.write(file, form)
-        counts = {"images": self.num_images, "unreadable": self.num_unreadable}
-        write_metrics(path.parent, {**counts, "interrupted": self.interrupted})
-        return path
+        name = f"predictions.{form}"
+        with results_in(folder, replaced=("predictions.jsonl", "predictions.csv")) as aside:
+            path = aside / name
+            with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+                self.write(file, form)
+            counts = {"images": self.num_images, "unreadable": self.num_unreadable}
+            write_metrics(aside, {**counts, "interrupted": self.interrupted})
+        return Path(folder) / name
 
     def __repr__(self) -> str:
         inputs = ", ".join(self.images[:3]) + (", ..." if len(self.images) > 3 else "")

@@ -33,7 +33,7 @@ from ltm.detection.settings import (
     PredictDetectorSettings,
     Task,
 )
-from ltm.files import write_metrics
+from ltm.files import results_in, write_metrics
 from ltm.models import changed
 from ltm.processes import local_device
 from ltm.progress import Progress
@@ -70,9 +70,10 @@ class DetectorEvaluation:
         """Write metrics.json, results.json (COCO's format) and pictures/."""
         folder = Path(folder)
         cost = {"parameters": self.cost.num_parameters, "gmacs": self.cost.gmacs}
-        write_metrics(folder, {**asdict(self.scores), **cost})
-        write_results(folder / "results.json", self.results)
-        _write_pictures(self.pictures, folder / "pictures")
+        with results_in(folder) as aside:
+            write_results(aside / "results.json", self.results)
+            _write_pictures(self.pictures, aside / "pictures")
+            write_metrics(aside, {**asdict(self.scores), **cost})
         return folder
 
 
@@ -92,10 +93,11 @@ class Predictions:
     def save(self, folder: str | Path) -> Path:
         """Write a picture per image, results.json (COCO's format) and metrics.json."""
         folder = Path(folder)
-        _write_pictures(self.pictures, folder)
-        write_results(folder / "results.json", self.results)
         files = {number: name for number, (name, _) in enumerate(self.pictures, start=1)}
-        write_metrics(folder, {"images": files, "detections": self.num_objects})
+        with results_in(folder) as aside:
+            _write_pictures(self.pictures, aside)
+            write_results(aside / "results.json", self.results)
+            write_metrics(aside, {"images": files, "detections": self.num_objects})
         return folder
 
 

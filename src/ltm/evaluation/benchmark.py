@@ -7,8 +7,9 @@ interleaved comparison (`latency`). Rows are written as they come (`records`).
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise, product
 from pathlib import Path
@@ -44,7 +45,7 @@ from ltm.evaluation.modes import MODES
 from ltm.evaluation.records import TimingFile, describe, name_with_ratio
 from ltm.evaluation.reference_tome import ReferenceToMe
 from ltm.evaluation.settings import BenchmarkSettings
-from ltm.files import check_folder
+from ltm.files import locked, output_folder
 from ltm.methods import MethodConfig
 from ltm.models import (
     ModelSource,
@@ -136,7 +137,6 @@ def benchmark(
     if resume and (overwrite or folder is None):
         raise ValueError("--resume adds to the results in --output: give that, and no --overwrite")
     ways = "use --resume to add to them, or --overwrite"
-    check_folder(folder, overwrite=overwrite or resume, other_ways=ways)
     networks = [models] if isinstance(models, nn.Module | str | Path | ModelSource) else models
     sources = [_source(model) for model in networks]
     if not sources:
@@ -146,12 +146,16 @@ def benchmark(
     wanted = _configs(_METHODS if methods is None else methods, _ratio(settings))
     device = local_device(settings.device)
     images = None if settings.data is None else open_images(settings.data, settings.split)
-    run = _Run(settings, folder, device, keep=not overwrite, say=say)
-    with _few_threads(device), run.recorded():
-        for source in sources:
-            run.time_network(source, wanted, images, alone=len(sources) == 1)
-            if run.is_late():
-                break
+    held = output_folder(
+        folder, overwrite=overwrite or resume, other_ways=ways, written=("table.md",), shared=resume
+    )
+    with held:
+        run = _Run(settings, folder, device, keep=not overwrite, say=say)
+        with _few_threads(device), run.recorded():
+            for source in sources:
+                run.time_network(source, wanted, images, alone=len(sources) == 1)
+                if run.is_late():
+                    break
     return BenchmarkResult(rows=tuple(run.rows), file=run.file)
 
 
@@ -346,12 +350,42 @@ class _Run:
         with self.lock.preparing():
             model = open_model(loaded, self.device)
             candidates = _Candidates(model, methods, self.settings, images)
-        for conditions in self._conditions(name, candidates.image_size):
+        for conditions in self._claimed(self._conditions(name, candidates.image_size)):
             if self.is_late():
                 minutes = self.settings.minutes
                 self.say(f"stopped after {minutes:g} minutes; --resume does the rest")
                 return
             self.compare(candidates, conditions)
+
+    def _claimed(self, comparisons: Iterable[Conditions]) -> Iterator[Conditions]:
+        """Comparisons, each while no other run in the folder is at it.
+
+        Those that another run is at come last; what it has measured is in the file then.
+        """
+        if self.folder is None:
+            yield from comparisons
+            return
+        later: list[Conditions] = []
+        for conditions in comparisons:
+            with ExitStack() as stack:
+                try:
+                    stack.enter_context(locked(self._claim(conditions), timeout=0))
+                except TimeoutError:
+                    later.append(conditions)
+                    continue
+                self.file.read()
+                yield conditions
+        for conditions in later:
+            with locked(self._claim(conditions)):
+                self.file.read()
+                yield conditions
+
+    def _claim(self, conditions: Conditions) -> Path:
+        assert self.folder is not None
+        model, scope, size = conditions.model, conditions.scope, conditions.image_size
+        words = f"{model} {size} {conditions.batch_size} {conditions.dtype} {scope}"
+        words += f" {self.environment.device}"
+        return self.folder / ".measuring" / f"{zlib.crc32(words.encode()):08x}"
 
     def compare(self, candidates: _Candidates, conditions: Conditions) -> None:
         """Time whatever is not in the file yet, together with the base."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ltm.evaluation.latency import BASE, Timing
-from ltm.files import locked, write_text
+from ltm.files import locked, results_in, write_text
 
 _PACKAGES = ("ltm", "timm", "torchvision", "triton", "onnxruntime")
 
@@ -162,8 +162,9 @@ class TimingFile:
 
     def save(self, folder: Path) -> None:
         """Write all rows into another folder, as metrics.json and table.md."""
-        write_text(folder / "metrics.json", self._text())
-        write_text(folder / "table.md", self.markdown())
+        with results_in(folder) as aside:
+            write_text(aside / "table.md", self.markdown())
+            write_text(aside / "metrics.json", self._text())
 
     def write_table(self) -> None:
         """Write all rows of the file, of every process, as table.md beside it."""
@@ -172,7 +173,7 @@ class TimingFile:
         with self._locked():
             self.read()
             if self.rows:
-                self.path.with_name("table.md").write_text(self.markdown(), encoding="utf-8")
+                write_text(self.path.with_name("table.md"), self.markdown())
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ from ltm.api import (
 from ltm.core.schedule import Grid
 from ltm.data.config import DataConfig
 from ltm.evaluation.images import expected_images
-from ltm.files import write_bytes, write_metrics
+from ltm.files import results_in, write_bytes, write_metrics
 from ltm.models import Network, changed, method_config, name_of, open_model
 from ltm.processes import local_device
 from ltm.report.curves import display_name
@@ -41,6 +41,7 @@ from ltm.report.settings import VisualizeSettings
 from ltm.report.tracing import Traces, last_attended_block, trace_models
 
 _PER_SHEET = 6
+_FILES = ("weights-block-*.png", "groups-block-*.png", "film-*.gif")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,10 +57,11 @@ class VisualizeResult:
     def save(self, folder: Path | str) -> list[Path]:
         """Write the pictures and metrics.json into a folder; returns the pictures' paths."""
         folder = Path(folder)
-        for name, content in self.pictures.items():
-            write_bytes(folder / name, content)
         found = {"model": self.model, "methods": list(self.methods), "tokens": list(self.tokens)}
-        write_metrics(folder, found)
+        with results_in(folder, replaced=_FILES) as aside:
+            for name, content in self.pictures.items():
+                write_bytes(aside / name, content)
+            write_metrics(aside, found)
         return [folder / name for name in self.pictures]
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from ltm.api import merging_network
 from ltm.core.cost import num_parameters
 from ltm.data.datasets import Splits
-from ltm.files import check_folder, write_bytes, write_json, write_text
+from ltm.files import output_folder, results_in, write_bytes, write_json, write_text
 from ltm.interruption import in_steps, stepwise
 from ltm.models import ModelSource, Network, Say, changed, plain, silent, source_of
 from ltm.training.checkpoint import SETTINGS, Checkpoint, Checkpoints
@@ -39,6 +39,8 @@ Resume = Literal["auto", "never"]
 _MAY_CHANGE = ("run.", "data.workers", "data.source", "optim.epochs", "model.weights")
 """Settings that may differ when a run is resumed, except for its seed."""
 _SEED = "run.seed"
+_RESULTS = ("metrics.json", "model/config.json", "results.json", "curves.png", "log.csv")
+"""What an earlier run has left, in the order in which it goes when another one starts over."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -62,11 +64,12 @@ class TrainResult:
     def save(self, folder: str | Path) -> Path:
         """Write config.yaml, log.csv, curves.png, metrics.json and model/ into a folder."""
         folder = Path(folder)
-        self.write_model(folder)
-        write_text(folder / "config.yaml", to_yaml(self.settings))
-        write_rows(self.rows, folder / "log.csv")
-        draw_curves(self.rows, folder / "curves.png")
-        write_json(folder / "metrics.json", self.metrics)
+        with results_in(folder) as aside:
+            self.write_model(aside)
+            write_text(aside / "config.yaml", to_yaml(self.settings))
+            write_rows(self.rows, aside / "log.csv")
+            draw_curves(self.rows, aside / "curves.png")
+            write_json(aside / "metrics.json", self.metrics)
         return folder
 
     def __repr__(self) -> str:
@@ -186,11 +189,11 @@ def run_task(
     """
     settings = task.settings
     with ExitStack() as stack:
-        if output is not None:
-            _check_output(Path(output), resume, overwrite)
         task.check()
         fabric = make_fabric(settings.run)
         fabric.launch()
+        if output is not None:
+            stack.enter_context(_held(Path(output), fabric, resume, overwrite))
         say = say if fabric.is_global_zero else silent
         task.open_data()
         torch.manual_seed(settings.run.seed)
@@ -268,10 +271,27 @@ def _scratch_folder(fabric: Fabric, stack: ExitStack) -> Path:
     return Path(fabric.broadcast(name))
 
 
-def _check_output(output: Path, resume: Resume, overwrite: bool) -> None:
+@contextmanager
+def _held(output: Path, fabric: Fabric, resume: Resume, overwrite: bool) -> Iterator[None]:
+    """Hold the folder of a run in the first process; where that is refused, all of them stop."""
+    with ExitStack() as stack:
+        refused: Exception | None = None
+        if fabric.is_global_zero:
+            try:
+                stack.enter_context(output_folder(output))
+                _refuse_run(output, resume, overwrite)
+            except (OSError, ValueError) as error:
+                refused = error
+        refused = fabric.broadcast(refused)
+        if refused is not None:
+            raise refused
+        yield
+
+
+def _refuse_run(output: Path, resume: Resume, overwrite: bool) -> None:
     """Refuse a folder that holds a run already, unless that goes on or is written over."""
-    check_folder(output)
-    if len(Checkpoints(output / "checkpoints")) and resume == "never" and not overwrite:
+    there = len(Checkpoints(output / "checkpoints")) or (output / "metrics.json").exists()
+    if there and resume == "never" and not overwrite:
         raise ValueError(
             f"{output} holds a run already; continue it with --resume auto, start over with "
             "--overwrite, or choose another --output"
@@ -283,6 +303,8 @@ def _open_output(output: Path, settings: Any, checkpoints: Checkpoints, resume: 
     output.mkdir(parents=True, exist_ok=True)
     config = output / "config.yaml"
     if resume == "never":
+        for name in _RESULTS:  # the first says that the others are there
+            (output / name).unlink(missing_ok=True)
         checkpoints.clear()
     elif len(checkpoints):
         before = _earlier_settings(config, checkpoints, type(settings)())
