@@ -110,7 +110,7 @@ command_words: ContextVar[str | None] = ContextVar("command_words", default=None
 _LOOKS, _PATIENCE, _PAUSE = 3, 20, 0.05
 """How often to look again, and the seconds between, where another process is about to be done."""
 
-_held: dict[Path, int] = {}
+_held: set[tuple[Path, int]] = set()
 """Folders that this process holds, and the thread that does."""
 _handles: set[int] = set()
 
@@ -148,21 +148,21 @@ def output_folder(
         return
     folder = Path(output)
     _require_folder(folder)
-    where = folder.resolve()
-    if _held.get(where) == threading.get_ident():
+    mine = (folder.resolve(), threading.get_ident())
+    if mine in _held:
         _refuse_results(folder, overwrite, other_ways, written)
         yield
         return
     made = [place for place in (folder, *folder.parents) if not _is_there(place)]
     handle = _lock(folder, shared=shared)
-    _held[where] = threading.get_ident()
+    _held.add(mine)
     try:
         if not shared and handle is not None:
             _tidy(folder)
         _refuse_results(folder, overwrite, other_ways, written)
         yield
     finally:
-        del _held[where]
+        _held.discard(mine)
         _unlock(folder, handle)
         with suppress(OSError):
             for place in made:
@@ -195,7 +195,7 @@ def results_in(output: str | Path, *, replaced: Sequence[str] = ()) -> Iterator[
 def complete(folder: Path) -> None:
     """Put results into their places that a killed process has written and not yet moved."""
     for _ in range(_PATIENCE):
-        if not (folder / _COMPLETE).is_dir() or folder.resolve() in _held:
+        if not (folder / _COMPLETE).is_dir():
             return
         with suppress(FolderInUseError, PermissionError), output_folder(folder):
             return
@@ -225,6 +225,7 @@ def _move_in(folder: Path) -> None:
     outdated -= {folder / name for name in new if name.name not in _DECIDING}
     for path in (*outdated, *(folder / name for name in _DECIDING if Path(name) in new)):
         path.unlink(missing_ok=True)
+    (aside / _REPLACED).unlink(missing_ok=True)  # done, and the new ones may have the same names
     for name in new:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (aside / name).replace(folder / name)

@@ -357,3 +357,36 @@ def test_feature_extractors_are_not_saved(name, tmp_path):
     with pytest.raises(ValueError, match="feature maps"):
         ltm.save(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_model_that_ltm_has_not_written_is_not_replaced(tmp_path, name):
+    """0.1.0 replaces whatever is there."""
+    (tmp_path / name).write_text('{"architecture": "vit_tiny_patch16_224"}')
+    model, _ = prepared("vit", STATIC)
+    with pytest.raises(FileExistsError, match=f"has a {name} that ltm has not written"):
+        ltm.save(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_saving_replaces_a_model_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    """0.1.0 leaves new weights beside the old config where the disk is full."""
+    first, images = prepared("vit", ltm.ToMe(per_block=0.9))
+    ltm.save(first, tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    second, _ = prepared("vit", STATIC)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("json.dumps", full)
+        with pytest.raises(OSError, match="No space"):
+            ltm.save(second, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(ltm.load(tmp_path, toy("vit"))(images), first(images))
+    ltm.save(second, tmp_path)
+    assert type(ltm.api.conversion_of(ltm.load(tmp_path, toy("vit"))).config) is ltm.LTM
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "config.json", "model.safetensors", "notes.txt"
+    ]  # fmt: skip

@@ -93,6 +93,26 @@ def test_predictions_are_drawn(command: str, runs: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("action", ["predict", "evaluate"])
+def test_results_are_replaced_only_if_asked_for(
+    action: str, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.1.0 replaces predictions and scores of another run without a word."""
+    data = [DATA] if action == "predict" else ["--data", DATA]
+    call = ["detect", action, *data, "--run", str(runs["detect"]), "--output", str(tmp_path)]
+    assert main(call) == 0
+    before = (tmp_path / "metrics.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(call) == 2
+    assert "holds the results of another run" in capsys.readouterr().err
+    assert (tmp_path / "metrics.json").stat().st_mtime_ns == before
+    (tmp_path / "metrics.json").unlink()
+    assert main(call) == 2
+    assert "has a results.json, which would be replaced" in capsys.readouterr().err
+    assert main([*call, "--overwrite"]) == 0
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     options = ["--recipe", "shapes_ssdlite", *SMALL, "--batch-size", "4", "--method", "none"]
     options[options.index("--per-block") : options.index("--per-block") + 2] = []
