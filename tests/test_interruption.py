@@ -161,7 +161,7 @@ def test_forked_workers_leave_it_to_their_parent() -> None:
 def test_a_page_is_served_until_then(number: int, interrupted: bool) -> None:
     """0.1.0 lets gradio wait, which exits with 0 after Ctrl-C, or aborts."""
     server = Server(address="", folder=Path(), handlers=None, page=None)
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), getattr(signal, name)))
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
     timer.start()
     with whole_command():
         assert server.wait() is interrupted
