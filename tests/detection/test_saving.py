@@ -162,3 +162,59 @@ def test_what_is_no_detector_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             load_detector(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("detector.backbone", "{}", "architecture is"),
+        ("detector.backbone", "hf-hub:some/body", "architecture is"),
+        ("detector.backbone", "local-dir:{}", "architecture is"),
+        ("detector.pretrained", True, "detector.pretrained is True; it must be False"),
+        ("detector.weights", "/etc/hostname", "detector.weights is"),
+        ("detector.num_classes", 10**9, "it has 2 categories, but num_classes is"),
+        ("detector.image_size", [10**6, 10**6], "image_size is"),
+        ("detector.unheard", 1, "'unheard' is no known entry"),
+        ("host", {"architecture": "local-dir:{}", "model_args": {}}, "architecture is"),
+        (
+            "host",
+            {"architecture": "efficientvit_b0", "model_args": {"pretrained": True}},
+            "model_args: pretrained is no",
+        ),
+        ("categories", [{"name": "cat"}], "categories lacks id"),
+        ("token_merging", {"active": []}, "token_merging lacks"),
+        ("task", ["ssdlite"], "task is"),
+    ],
+    ids=str,
+)
+def test_a_detectors_folder_is_data(path: str, value: Any, message: str, tmp_path: Path) -> None:
+    """0.1.0 opened the other folder, started a download, or ended in KeyError or TypeError."""
+    config = CONFIGS["ssdlite"]
+    save_detector(config.build(), config, tmp_path, **CATEGORIES)
+    file = tmp_path / "config.json"
+    description = json.loads(file.read_text())
+    description.pop("checksums", None)
+    *parents, name = path.split(".")
+    place = description
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    file.write_text(
+        json.dumps(description).replace(': "{}', f': "{tmp_path}').replace(":{}", f":{tmp_path}")
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        load_detector(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_changed_bit_of_a_detector_is_found(tmp_path: Path) -> None:
+    """0.1.0 loaded it."""
+    config = CONFIGS["ssdlite"]
+    save_detector(config.build(), config, tmp_path, **CATEGORIES)
+    file = tmp_path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="has damaged weights"):
+        load_detector(tmp_path)
+    load_detector(tmp_path, verify=False)

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import ltm
 from ltm.methods import BASELINE, DEFAULT, MethodConfig, config_from_dict, methods
+from toys import toy
 
 SOURCE = Path(ltm.__file__).parent
 MAY_NAME_THEM = ("methods", "__init__.py", "zoo.py")
@@ -60,3 +62,13 @@ def test_settings_are_flat_and_come_back(config: type[MethodConfig]) -> None:
     assert config_from_dict(made.to_dict()) == made
     with pytest.raises(ValueError, match=f"{config.name} has no setting suport"):
         config.from_settings({"suport": 1})
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("config", methods().values(), ids=methods())
+def test_an_empty_batch_gives_empty_scores(config: type[MethodConfig], training: bool) -> None:
+    """LTMP of 0.1.0 ended in torch's `max(): Expected reduction dim` in evaluation."""
+    model = toy("vit")
+    ltm.merge_tokens_(model, config(per_block=0.7))
+    model.train(training)
+    assert model(torch.zeros(0, 3, 48, 48)).shape == (0, 10)
