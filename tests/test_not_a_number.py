@@ -119,7 +119,7 @@ def test_statistics_that_are_not_finite_are_refused_by_block() -> None:
 
 
 def test_a_bad_image_of_a_calibration_is_told_by_index() -> None:
-    """0.1.0 searched on, and found every schedule equally bad."""
+    """0.1.0 did not look, and said that the budget cannot be met."""
     images = _images(32)
     images[7, 1] = torch.inf
     with pytest.raises(ValueError, match="got NaN or infinite values in image 7 of 32"):

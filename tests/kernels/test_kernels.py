@@ -91,7 +91,7 @@ def test_tokens_with_much_in_common_are_decided_alike(found):
 
 @pytest.mark.slow
 def test_nothing_joins_a_token_that_is_not_finite(found):
-    """0.1.0: on the plain path all that left joined it, and kernels took it for the nearest."""
+    """In 0.1.0 all tokens that left such an image joined one, on the plain path."""
     assert found["poisoned"] == [[True, 0, 0, False]] * 2
 
 

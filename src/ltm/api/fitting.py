@@ -217,10 +217,8 @@ def _observe(model: nn.Module, images: Tensor, labels: Tensor | None) -> int:
         scores = model(images.to(device))
     require_finite_images(scores, "loader: the model's scores")
     predictions = scores.argmax(dim=1)
-    if labels is None:
-        labels = predictions
-    labels = labels.to(device)
-    observe_(records, torch.where(labels >= 0, labels, predictions))
+    known = predictions if labels is None else labels.to(device)
+    observe_(records, torch.where(known >= 0, known, predictions))
     return len(images)
 
 

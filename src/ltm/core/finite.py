@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 
@@ -30,7 +29,8 @@ def require_finite_images(images: Tensor, owner: str) -> None:
     """Refuse a batch with NaN or infinity; the error names the images by index."""
     if is_finite(images):
         return
-    bad = torch.nonzero(~images.isfinite().flatten(1).all(dim=1)).flatten().tolist()
+    finite: list[bool] = images.isfinite().flatten(1).all(dim=1).tolist()  # pyright: ignore[reportUnknownMemberType]
+    bad = [index for index, fine in enumerate(finite) if not fine]
     few = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     raise ValueError(
         f"{owner}: got NaN or infinite values in image {few} of {len(images)} (counted from 0); "

@@ -86,8 +86,10 @@ def _suits(value: Any, wanted: Any) -> bool:
         return wanted is Any or value in inner
     if isinstance(value, bool):  # no number, though Python says so
         return wanted is bool
-    number = {float: Real, int: Integral}.get(wanted, wanted)
-    return isinstance(value, number) and (wanted is not float or _is_finite(value))
+    kinds: dict[Any, Any] = {float: Real, int: Integral}
+    return isinstance(value, kinds.get(wanted, wanted)) and (
+        wanted is not float or _is_finite(value)
+    )
 
 
 def _is_finite(value: Real) -> bool:
