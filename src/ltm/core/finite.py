@@ -29,8 +29,7 @@ def require_finite_images(images: Tensor, owner: str) -> None:
     """Refuse a batch with NaN or infinity; the error names the images by index."""
     if is_finite(images):
         return
-    finite: list[bool] = images.isfinite().flatten(1).all(dim=1).tolist()  # pyright: ignore[reportUnknownMemberType]
-    bad = [index for index, fine in enumerate(finite) if not fine]
+    bad = [index for index, image in enumerate(images) if not is_finite(image)]
     few = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     raise ValueError(
         f"{owner}: got NaN or infinite values in image {few} of {len(images)} (counted from 0); "
