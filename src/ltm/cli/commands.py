@@ -10,8 +10,9 @@ How a command is made:
 3. Its result is a frozen dataclass with `save(folder)` and a `__repr__` that a person reads.
 4. `ltm/__init__.py` names verb, settings and result, so that `ltm.verb` works in a notebook.
 5. `cli/<name>.py` has one function `<name>(source: Flat[ModelSource], settings: Flat[...], *,
-   data, output, overwrite)`. Its docstring holds an example. It checks the output folder, imports
-   and calls the verb with `say=say`, prints the result and saves it.
+   data, output, overwrite)`. Its docstring holds an example. Inside `with
+   output_folder(output, ...)` it imports and calls the verb with `say=say`, prints the result and
+   saves it.
 6. `COMMANDS` gets a line. Bad input is an exception of `BAD_INPUT`: one sentence, exit code 2.
 """
 
