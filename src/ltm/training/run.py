@@ -399,22 +399,23 @@ class RunLog:
     def _write_board(self, row: EpochRow, folder: Path) -> None:
         """Add an epoch to TensorBoard's file; its own writer fails in a thread of its own."""
         try:
-            from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - optional
+            from tensorboard.compat.proto import event_pb2  # noqa: PLC0415 - optional
             from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
             from torch.utils.tensorboard.summary import scalar  # noqa: PLC0415
         except ImportError:
             return
+        make: Any = event_pb2
         path = folder / "tensorboard" / self._events
         path.parent.mkdir(parents=True, exist_ok=True)
         events = BytesIO()
         writer = RecordWriter(events)
         if not path.exists():
-            first = Event(wall_time=time.time(), file_version="brain.Event:2")
+            first = make.Event(wall_time=time.time(), file_version="brain.Event:2")
             writer.write(first.SerializeToString())
         for name, value in asdict(row).items():
             if isinstance(value, float) and math.isfinite(value):
                 summary = scalar(name.replace("_", "/", 1), value)
-                event = Event(wall_time=time.time(), step=row.epoch, summary=summary)
+                event = make.Event(wall_time=time.time(), step=row.epoch, summary=summary)
                 writer.write(event.SerializeToString())
         with path.open("ab") as file:
             file.write(events.getvalue())

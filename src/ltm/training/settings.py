@@ -264,7 +264,7 @@ def read_settings(path: str | Path, base: T) -> T:
     path = Path(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no readable YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings; write groups such as optim: {{epochs: 5}}")
