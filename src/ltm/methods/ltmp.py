@@ -45,7 +45,7 @@ class LTMP(MethodConfig):
 
     merge_threshold: Annotated[float, Within(-2, 2)] = 0.9
     """Of cosine similarities: above 1 nothing merges."""
-    prune_threshold: Annotated[float, Within(-1, 1)] = 0.0
+    prune_threshold: Annotated[float, Within(-2, 2)] = 0.0
     """Of the attention received: at 0 nothing is dropped."""
     temperature: Annotated[float, Within(1e-6, 1e3)] = 0.1
     """Width of the sigmoid through which thresholds learn."""
