@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 
+class NonFiniteError(ValueError):
+    """There is NaN or infinity where only finite values fit."""
+
+
 def is_finite(x: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor infinity; whole numbers never do."""
     return not x.is_floating_point() or x.is_meta or bool(x.isfinite().all())
@@ -20,7 +24,7 @@ def require_finite(tensors: Mapping[str, Tensor], owner: str = "") -> None:
     for name, x in tensors.items():
         if not is_finite(x):
             count = int((~x.isfinite()).sum())
-            raise ValueError(
+            raise NonFiniteError(
                 f"{owner}{name} has {count} values that are NaN or infinite: only finite ones fit"
             )
 
@@ -31,7 +35,7 @@ def require_finite_images(images: Tensor, owner: str) -> None:
         return
     bad = [index for index, image in enumerate(images) if not is_finite(image)]
     few = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-    raise ValueError(
+    raise NonFiniteError(
         f"{owner}: got NaN or infinite values in image {few} of {len(images)} (counted from 0); "
         "leave it out."
     )

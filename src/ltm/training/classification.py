@@ -28,7 +28,7 @@ from ltm.api import (
 )
 from ltm.core.bottleneck import BETA, InformationBottleneck, image_features, information_bottleneck
 from ltm.core.cost import evaluating
-from ltm.core.finite import is_finite
+from ltm.core.finite import NonFiniteError, is_finite
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.images import ImageDataset
 from ltm.data.loading import Batch, Loader, evaluation_loader, training_loader
@@ -48,6 +48,7 @@ from ltm.training.network import (
     save_plain,
     spec_of,
 )
+from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.objective import (
     Objective,
     forget_sums_,
@@ -195,7 +196,13 @@ class Classification(Task):
         if all(merger.active for merger in statistical_mergers(model)):
             return False
         with self.fabric.autocast():
-            collect_statistics_(model, self._clean(), passes=2, progress=stepwise)
+            try:
+                collect_statistics_(model, self._clean(), passes=2, progress=stepwise)
+            except NonFiniteError as error:
+                if self.fabric.world_size > 1:  # a forward may wait for the other processes
+                    raise
+                place = find_non_finite(model, next(iter(self._clean())).images)
+                raise NonFiniteLossError(f"{error}; {place}") from error
         return True
 
     def after_epoch_(self, model: nn.Module) -> bool:
