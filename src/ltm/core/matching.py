@@ -112,8 +112,8 @@ def match(
         # Who leaves has no gradient: a kernel finds it in training too, but no weights then.
         given = size, attention, weight
         fixed: list[Any] = [None if x is None else x.detach() for x in given]
-        places: list[Any]
-        *places, weighed = _assign(tokens.detach(), *fixed, *_arguments(rule))  # pyright: ignore[reportCallIssue]
+        assign: Any = _assign  # an operator, whose signature pyright does not see
+        *places, weighed = assign(tokens.detach(), *fixed, *_arguments(rule))
         if not uses_triton(tokens.detach(), *given):
             weighed = by_attention(weight, tokens, size, attention, rule)
             weighed = weighed.scatter(1, places[2].long(), 0.0) if rule.prune else weighed

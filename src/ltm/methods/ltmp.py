@@ -233,8 +233,8 @@ class LTMPMerger(Merger):
 def _compact(merge: MaskedMerge, places: Int[Tensor, "b t"]) -> Decision:
     """Remove what has size zero; shorter images are padded by tokens of size zero."""
     alive: Bool[Tensor, "b t"] = merge.sizes(merge.size) > 0
-    counts = alive.sum(dim=1).tolist()
-    longest = max(counts, default=alive.shape[1])  # of no images nothing is removed
+    # Of no images nothing is removed.
+    longest = int(alive.sum(dim=1).max()) if len(alive) else alive.shape[1]
     order = torch.argsort((~alive).to(torch.int8), dim=1, stable=True)
     rank = torch.argsort(order, dim=1)
     place, counted = merge.places()
