@@ -6,22 +6,25 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # One thread per test process: the workers already fill the cores.
-test quick fuzz soak coverage: export OMP_NUM_THREADS ?= 1
+test all quick fuzz soak coverage: export OMP_NUM_THREADS ?= 1
 # A file to a worker: what its tests share is made once.
 # In order of name: by number of tests, the files with few but long ones would come last, and wait for one another.
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick fuzz soak tables check lint coverage clean
+.PHONY: demo test all quick fuzz soak tables check lint coverage clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(BIN)/ltm demo
 
 test: $(INSTALLED)
+	$(PYTEST) -m "not exhaustive"
+
+all: $(INSTALLED)
 	$(PYTEST)
 
 quick: $(INSTALLED)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not exhaustive"
 
 # Damaged files of every format, many more than `test` tries.
 fuzz: export LTM_FUZZ_CASES ?= 1000
@@ -43,7 +46,7 @@ lint: $(INSTALLED)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-check: lint test
+check: lint all
 
 coverage: $(INSTALLED)
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered

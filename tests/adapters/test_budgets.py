@@ -8,6 +8,7 @@ import torch
 
 import ltm
 
+AGAIN = ("mobilevit_xs@224", "mobilevit_s@224", "efficientvit_b1@288", "vit_base", "swin_base")
 MODELS = {
     "mobilevit_xs@224": ("mobilevit_xs", 224),
     "mobilevit_xs@256": ("mobilevit_xs", 256),
@@ -45,7 +46,12 @@ def on_meta(key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("key", "ratio"), [(key, ratio) for key in MODELS for ratio in FEWER.get(key, RATIOS)]
+    ("key", "ratio"),
+    [
+        pytest.param(key, ratio, marks=pytest.mark.exhaustive if key in AGAIN else [])
+        for key in MODELS
+        for ratio in FEWER.get(key, RATIOS)
+    ],
 )
 def test_ltm_meets_the_budget(key, ratio):
     model, size = on_meta(key)

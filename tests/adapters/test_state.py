@@ -105,6 +105,7 @@ def test_compiled_models_are_looked_into():
 )
 @torch.no_grad()
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_blocks_that_are_compiled_one_by_one_know_the_others_tokens(name, compiled):
     model, images = converted(name, per_block=0.8), pictures(name)
     expected = model(images)
@@ -157,6 +158,7 @@ def test_blocks_that_run_again_know_the_labels(name, support):
 @pytest.mark.usefixtures("unchecked_shapes")
 @torch.no_grad()
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_models_know_the_labels():
     model, images = knowing("vit", sites=(1, 2)), pictures("vit", batch=3)
     compiled, eager = torch.compile(model, backend="eager"), copy.deepcopy(model)

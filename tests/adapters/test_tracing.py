@@ -24,6 +24,7 @@ def traces():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_methods_on_vit_and_ltm_on_all_families_compile_whole(traces):
     """Without a graph break; LTMP masks there what it removes in eager mode."""
     found = {case: value for case, value in traces.items() if case.endswith("compiled")}
@@ -32,6 +33,7 @@ def test_all_methods_on_vit_and_ltm_on_all_families_compile_whole(traces):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_are_compiled_in_and_never_exported(traces):
     found = {case: value for case, value in traces.items() if case.endswith("kernels")}
     assert len(found) == 3
@@ -44,6 +46,7 @@ def test_kernels_are_compiled_in_and_never_exported(traces):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_informative_weights_on_all_families_are_exported(traces):
     """With a dynamic batch."""
     found = {case: value for case, value in traces.items() if case.endswith("exported")}

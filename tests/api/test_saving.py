@@ -73,7 +73,7 @@ def test_kernels_read_the_mask_that_was_loaded(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_loading_gives_the_same_bits(config, frozen, tmp_path):
     for name in ("vit", "swin", "mobilevit", "efficientvit"):

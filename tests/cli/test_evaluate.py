@@ -249,6 +249,7 @@ def failing() -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_give_what_one_gives(folder: Path, tmp_path: Path) -> None:
     options = ["--methods", "tome", "--ratio", "0.8"]
     assert main(call(folder, *options, "--output", str(tmp_path / "one"))) == 0

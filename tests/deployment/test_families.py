@@ -32,7 +32,8 @@ CASES = [("vit", method) for method in METHODS] + [
     *((family, method) for family in GRIDS for method in ("ltm", "ltmp")),
     *(("swin", "tome"), ("mobilevit", "tome"), ("efficientvit", "tofu")),
 ]
-QUICK = {("vit", "ltm"), ("vit", "ltm_static")}
+FIRST = {("vit", "ltm"), ("vit", "ltm_static"), ("vit", "tome"), ("vit", "ltmp")}
+FIRST |= {(family, "ltm") for family in GRIDS}
 
 
 def network(family: str, method: str = "ltm") -> nn.Module:
@@ -67,7 +68,7 @@ def network(family: str, method: str = "ltm") -> nn.Module:
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=[] if case in FIRST else pytest.mark.exhaustive) for case in CASES],
 )
 def test_one_onnx_file_and_one_program_say_the_same_at_every_batch_size(
     family: str, method: str, tmp_path: Path, unchecked_shapes: None

@@ -20,7 +20,7 @@ import pytest
 from fuzz.formats import FORMATS, Format
 from fuzz.saved import SAVED
 
-CASES = int(os.environ.get("LTM_FUZZ_CASES", "60"))
+CASES = int(os.environ.get("LTM_FUZZ_CASES", "30"))
 
 _CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.link": 2, "os.symlink": 2}
 """Events that change files, and how many of their first arguments are paths."""

@@ -17,6 +17,7 @@ def rows_of(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_do_what_one_does(
     tmp_path: Path, smoke: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from reproduction.scales import make_scale
 from reproduction.scales.base import Sources
 from reproduction.tables import EXPERIMENTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 SCALE = make_scale("smoke", Sources())
 

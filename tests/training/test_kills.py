@@ -98,6 +98,7 @@ def assert_same(found: Any, expected: Any, place: str = "") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:skipped checkpoint")
 def test_a_killed_run_ends_as_if_it_had_not_been(
     tiny: Callable[..., TrainSettings], tmp_path: Path

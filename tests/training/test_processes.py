@@ -144,7 +144,7 @@ def run_together(settings: Path, output: Path, count: int = 2) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_two_processes_are_one_with_the_doubled_batch(
     tiny: Tiny, tiny_file: TinyFile, tmp_path: Path, strategy: str
 ) -> None:

@@ -92,11 +92,20 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image.load()  # most images are RGB already, and need no copy
         return image
     if image.mode.startswith("I"):
-        grey = np.asarray(image, dtype=np.float32)
-        return Image.fromarray((grey / 257.0).clip(0, 255).round().astype(np.uint8)).convert("RGB")
+        return Image.fromarray(_eight_bits(image)).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image, rows: int = 256) -> np.ndarray:
+    """Scale 16-bit grey, a few rows at a time: floats of a large image would fill the memory."""
+    scaled = np.empty((image.height, image.width), np.uint8)
+    for top in range(0, image.height, rows):
+        part = image.crop((0, top, image.width, min(top + rows, image.height)))
+        grey = np.asarray(part, dtype=np.float32) / 257.0
+        scaled[top : top + rows] = grey.clip(0, 255).round().astype(np.uint8)
+    return scaled
 
 
 def _refuse_programs(image: Image.Image) -> None:
