@@ -406,6 +406,10 @@ class ModelSource:
     model_args: tuple[str, ...] = ()
     """Further arguments of the model, such as depth=4."""
 
+    def given(self) -> dict[str, bool]:
+        """Which options differ from their defaults."""
+        return {f.name: getattr(self, f.name) != f.default for f in dataclasses.fields(self)}
+
     def load(
         self, *, untrained: bool = False, merges: bool = False, say: Say = silent
     ) -> nn.Module:

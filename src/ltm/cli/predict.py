@@ -76,4 +76,4 @@ def _check_onnx_alone(onnx: Path, source: ModelSource) -> None:
         refuse_given({"onnx": onnx}, "a saved detector")
     if source.run is not None or source.model is not None:
         raise ValueError("onnx: give one of --onnx, --run and --model")
-    refuse_given(vars(source), "an ONNX file")
+    refuse_given(source.given(), "an ONNX file")

@@ -152,10 +152,12 @@ def _open_predictor(
     run = None if source is None else source.run
     if source is not None and run is not None and is_detector(run):
         given = {"class_names": settings.class_names, "crop_ratio": settings.crop_ratio}
-        refuse_given({**vars(source), "run": None, **given}, "a saved detector")
+        known = {**source.given(), "run": None, "verify": None, **given}
+        refuse_given(known, "a saved detector")
         from ltm.detection.saving import load_detector  # noqa: PLC0415 - an optional extra
 
-        return Detector(load_detector(saved_folder(run)), settings.threshold)
+        loaded = load_detector(saved_folder(run), verify=source.verify)
+        return Detector(loaded, settings.threshold)
     if source is not None and run is None and source.model is None:
         raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
     network: Any = open_model(model, say=say)

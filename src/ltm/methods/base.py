@@ -299,11 +299,11 @@ class MethodConfig(ABC):
             raise ValueError(f"{' and '.join(given)}: give one of ratio, per_block and counts.")
         if not given:
             object.__setattr__(self, "ratio", 0.7)
-        settle(self)
         for field in ("ratio", "per_block"):
             value = getattr(self, field)
             if value is not None:
                 require_ratio(field, value)
+        settle(self)
         if self.sites is not None:
             ascending = tuple(sorted(set(self.sites)))
             if self.counts is not None and self.sites != ascending:
