@@ -35,6 +35,7 @@ REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 OUTER = (
+    "fuzz",
     "calibration",
     "deployment",
     "detection",
