@@ -24,7 +24,7 @@ COMMANDS = {
     "segment": "Train, evaluate or use Mask R-CNN, boxes and masks, on a token-merging backbone.",
     "export": "Write a model as ONNX, torch.export program or OpenVINO file, in float or int8.",
     "table": "Run the experiment behind a table or figure of the paper, and write it.",
-    "predict": "Classify images, however many, by a saved model or an ONNX file.",
+    "predict": "Classify any number of images with a saved model or an ONNX file.",
     "serve": "Show merging in a browser: pictures, groups, weights, predictions, cost and time.",
     "demo": "Train a small network on generated images and compress it with every method.",
 }
