@@ -349,6 +349,7 @@ def method_config(
         settings: further settings as Python values; words go before them.
     """
     from ltm.methods import config_from_dict
+    from ltm.methods.base import AMOUNTS
 
     require_method(text)
     name, _, words = text.partition(":")
@@ -358,7 +359,7 @@ def method_config(
     types = _method_types()[name].settings_types()
     written = [words] if words else []
     values = {**settings, **read_words([*written, *options], types, owner=name)}
-    if not {"ratio", "per_block", "counts"} & values.keys():
+    if not values.keys() & AMOUNTS:
         values |= {"ratio": ratio} if per_block is None else {"per_block": per_block}
     return config_from_dict({"method": name, **values})
 

@@ -7,6 +7,8 @@ import timm
 import torch
 
 import ltm
+from ltm.models import method_config
+from toys import pictures, toy
 
 AGAIN = ("mobilevit_xs@224", "mobilevit_s@224", "efficientvit_b1@288", "vit_base", "swin_base")
 MODELS = {
@@ -116,3 +118,34 @@ def test_matching_on_grids_keeps_more_tokens_where_more_may_be_spent(name, argum
         kept.append(min(site.num_out / site.num_in for site in report.sites))
     assert kept == sorted(kept, reverse=True), kept
     assert min(kept) > 0.35
+
+
+@pytest.mark.parametrize("method", [ltm.LTM, ltm.ToMe, ltm.ToFu])
+@torch.no_grad()
+def test_so_many_tokens_leave_the_network_in_the_order_of_their_positions(method, tmp_path):
+    model, images = toy("vit"), pictures("vit")
+    config = method(num_tokens=30)
+    report = ltm.merge_tokens_(model, config)
+    assert report.sites[-1].num_out == 30
+    assert report.sites[-1].block < report.num_blocks - 1
+    *_, weights = ltm.merge_maps(model, images).values()
+    assert weights.shape[1:] == (36, 30)
+    for image in weights:  # Tokens of one patch say where they stand.
+        places = image.argmax(dim=0)[(image > 0).sum(dim=0) == 1]
+        assert len(places) > 20
+        assert bool((places.diff() > 0).all())
+    again = ltm.load(ltm.save(model, tmp_path), toy("vit"))
+    assert again.token_merging.config == config
+    assert torch.equal(again(images), model(images))
+
+
+def test_a_number_of_tokens_that_cannot_leave_is_refused():
+    with pytest.raises(ValueError, match="this network has 36 patch tokens"):
+        ltm.merge_tokens_(toy("vit"), ltm.LTM(num_tokens=37))
+    with pytest.raises(ValueError, match="form grids"):
+        ltm.merge_tokens_(toy("swin"), ltm.LTM(num_tokens=9), 112)
+    with pytest.raises(ValueError, match="LTMP keeps another number of every image"):
+        ltm.LTMP(num_tokens=9)
+    with pytest.raises(ValueError, match="give one of ratio, per_block, counts and num_tokens"):
+        ltm.LTM(num_tokens=9, ratio=0.5)
+    assert method_config("ltm:num_tokens=9", 0.7) == ltm.LTM(num_tokens=9)

@@ -21,10 +21,18 @@ ATTRIBUTE = "token_merging"
 """Where a converted model keeps its `Conversion`."""
 
 
-def convert_(model: nn.Module, config: MethodConfig, image_size: tuple[int, int]) -> Conversion:
-    """Convert a model, or raise a ValueError and leave it as it was."""
+def convert_(
+    model: nn.Module,
+    config: MethodConfig,
+    image_size: tuple[int, int],
+    schedule: MethodConfig | None = None,
+) -> Conversion:
+    """Convert a model, or raise a ValueError and leave it as it was.
+
+    `schedule` says where and how much to merge where that is known: a plan that was saved.
+    """
     adapter = select_adapter(model)
-    plan = Planner(model, adapter, config, image_size).plan()
+    plan = Planner(model, adapter, schedule or config, image_size).plan()
     state = TokenState()
     adapter.convert_(model, config, plan.sites, state)
     conversion = Conversion(

@@ -85,6 +85,8 @@ class Planner:
             counts = self._explicit(config.counts)
         elif config.per_block is not None:
             counts = self._per_block(config.per_block)
+        elif config.num_tokens is not None:
+            counts = self._leaving(config.num_tokens)
         else:
             counts = self._within(config.ratio or 1.0)
         return Plan(self.sites(counts), self.macs_before, self.cost(counts))
@@ -118,7 +120,12 @@ class Planner:
         if self.config.sites is None:
             if not self.layout.is_sequence:
                 return tuple(range(num_blocks))
-            return self.config.choose_sites(num_blocks)
+            chosen = self.config.choose_sites(num_blocks)
+            if self.config.num_tokens is None:
+                return chosen
+            # What enters the last block is read too: all merging is done by then.
+            before = range(max(1, num_blocks - 1))
+            return tuple(block for block in chosen if block in before) or tuple(before)
         outside = [site for site in self.config.sites if not 0 <= site < num_blocks]
         if outside:
             raise ValueError(
@@ -155,6 +162,26 @@ class Planner:
                 grid = ceil_grid(grid, ratio)
                 counts[index] = grid
         return counts
+
+    def _leaving(self, num_tokens: int) -> Counts:
+        """Counts over the sites as the method spreads them, so many after the last."""
+        if not self.layout.is_sequence:
+            raise ValueError(
+                f"num_tokens: got {num_tokens}; the tokens of this network form grids: give ratio, "
+                "per_block or counts."
+            )
+        (run,) = self.layout.runs
+        if num_tokens > run.num_in:
+            raise ValueError(
+                f"num_tokens: got {num_tokens}; this network has {run.num_in} patch tokens."
+            )
+        last = self.chosen[-1]
+        # The cost is the last count: the weakest strength that leaves no more tokens than asked.
+        fit = fit_budget(
+            self._at_strength, lambda counts: counts[last], num_tokens, tolerance=1e-6, steps=50
+        )
+        assert fit is not None
+        return {block: max(count, num_tokens) for block, count in fit.counts.items()}
 
     def _within(self, ratio: float) -> Counts:
         if ratio == 1:

@@ -13,11 +13,10 @@ from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookN
 from torch import Tensor, nn
 
 from ltm.adapters import adapter_of
-from ltm.adapters.conversion import all_or_nothing, macs_of, revert_
+from ltm.adapters.conversion import all_or_nothing, convert_, macs_of, revert_
 from ltm.api.conversion import (
     conversion_of,
     is_merging,
-    merge_tokens_,
     mergers,
     note_,
     token_counts,
@@ -192,8 +191,9 @@ def _load(config: dict[str, Any], weights: dict[str, Tensor], model: nn.Module |
         )
     exact = method.with_amount(counts=plain(known["token_counts"]), sites=tuple(known["blocks"]))
     with all_or_nothing(model):
-        merge_tokens_(model, exact, image_size)
-        note_(model, config=method)
+        if is_merging(model):
+            raise ValueError("model: it merges tokens already; give one that does not.")
+        convert_(model, method, image_size, schedule=exact)
         for (_, merger), active in zip(mergers(model), known["active"], strict=True):
             if active:
                 merger.activate_()

@@ -114,6 +114,7 @@ def fit_budget(
     cost_of: Callable[[Counts], float],
     budget: float,
     tolerance: float = 0.003,
+    steps: int = _MAX_STEPS,
 ) -> Fit[Counts] | None:
     """Search the weakest strength whose cost is at most the budget; None where none is.
 
@@ -127,7 +128,7 @@ def fit_budget(
     best = Fit(1.0, counts, cost_of(counts))
     if best.cost > budget:
         return None
-    for step in range(_MAX_STEPS):
+    for step in range(steps):
         if best.cost >= (1 - tolerance) * budget or best.strength - low < 1e-4:
             break
         # Costs curve: interpolating alone creeps up from one side, so every third step halves.

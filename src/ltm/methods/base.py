@@ -10,17 +10,20 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid, constant_number, require_ratio
-from ltm.core.validation import plain, settle
+from ltm.core.validation import Within, plain, settle
 
 Count = int | Grid
 """Tokens after a site, prefix excluded: a number on sequences, (height, width) on grids."""
+
+AMOUNTS = ("ratio", "per_block", "counts", "num_tokens")
+"""The ways to say how much is merged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,16 +261,20 @@ class MethodConfig(ABC):
     - settings that have parts, or that old files lack: `settings_types`, `from_settings`,
       `to_settings`, `earlier`, `later`
 
-    How much to merge is said in one of three ways:
+    How much to merge is said in one of four ways:
 
     ratio: share of the original network's MACs, the method's own cost included. The default is 0.7.
     per_block: share of tokens that every block keeps (the paper's form; it compounds).
     counts: tokens left after each site, prefix excluded; `(height, width)` pairs on grids.
+    num_tokens: tokens that leave a sequence network, prefix excluded, in the order of their
+        positions. The last block does not merge unless `sites` says so: language models often read
+        the tokens that enter it.
     """
 
     ratio: float | None = None
     per_block: float | None = None
     counts: tuple[Count, ...] | None = None
+    num_tokens: Annotated[int, Within(1, 10**6)] | None = None
     sites: tuple[int, ...] | None = None
     """The blocks that merge, counted from 0; None leaves the choice to the method."""
     proportional_attention: bool = True
@@ -290,13 +297,14 @@ class MethodConfig(ABC):
     """What a site of a sequence may do, the usual first: values with a readable `str`."""
     earlier: ClassVar[dict[str, Any]] = {}
     """Values of settings that old saved configs lack."""
-    later: ClassVar[frozenset[str]] = frozenset()
+    later: ClassVar[frozenset[str]] = frozenset({"num_tokens"})
     """Settings that version 0.1.0 does not know; they are saved where they differ from it."""
 
     def __post_init__(self) -> None:
-        given = [f for f in ("ratio", "per_block", "counts") if getattr(self, f) is not None]
+        given = [name for name in AMOUNTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)}: give one of ratio, per_block and counts.")
+            ways = f"{', '.join(AMOUNTS[:-1])} and {AMOUNTS[-1]}"
+            raise ValueError(f"{' and '.join(given)}: give one of {ways}.")
         if not given:
             object.__setattr__(self, "ratio", 0.7)
         for field in ("ratio", "per_block"):
@@ -402,7 +410,8 @@ class MethodConfig(ABC):
         choices: tuple[Hashable, ...] = (),
     ) -> MethodConfig:
         """The same settings with another schedule, the `choices` of its sites included."""
-        return dataclasses.replace(self, ratio=ratio, per_block=None, counts=counts, sites=sites)
+        amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
+        return dataclasses.replace(self, sites=sites, **amount)
 
     # Words and files.
 
@@ -437,7 +446,8 @@ class MethodConfig(ABC):
     ) -> MethodConfig:
         """The same settings, but for how much is merged; at the same sites unless given."""
         sites = self.sites if sites is None else sites
-        return dataclasses.replace(self, ratio=ratio, per_block=None, counts=counts, sites=sites)
+        amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
+        return dataclasses.replace(self, sites=sites, **amount)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with the method's name."""

@@ -60,9 +60,19 @@ class LTMP(MethodConfig):
     description: ClassVar[str] = "pairs above a threshold merge, tokens below another are dropped"
     colour: ClassVar[str | None] = "#aa4499"
     marker: ClassVar[str | None] = "v"
-    later: ClassVar[frozenset[str]] = frozenset(
-        {"merge_threshold_lr", "prune_threshold_lr", "budget_weight"}
-    )
+    later: ClassVar[frozenset[str]] = MethodConfig.later | {
+        "merge_threshold_lr",
+        "prune_threshold_lr",
+        "budget_weight",
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_tokens is not None:
+            raise ValueError(
+                f"num_tokens: got {self.num_tokens}; LTMP keeps another number of every image: "
+                "give ratio, or take another method."
+            )
 
     def build(self, site: Site) -> Merger:
         return LTMPMerger(site, self)

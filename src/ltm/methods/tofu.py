@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core.matching import match_most_similar, merge_sides_apart
+from ltm.core.matching import match_most_similar, merge_in_order, merge_sides_apart
 from ltm.core.merge import token_sizes
 from ltm.core.validation import Within
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -29,7 +29,8 @@ class ToFu(MethodConfig):
     marker: ClassVar[str | None] = "D"
 
     def build(self, site: Site) -> Merger:
-        return ToFuMerger(site, prune=site.block < self.switch * site.depth)
+        prune = site.block < self.switch * site.depth
+        return ToFuMerger(site, prune=prune, in_order=self.num_tokens is not None)
 
 
 class ToFuMerger(Merger):
@@ -40,9 +41,9 @@ class ToFuMerger(Merger):
 
     needs = frozenset({"keys"})
 
-    def __init__(self, site: Site, *, prune: bool) -> None:
+    def __init__(self, site: Site, *, prune: bool, in_order: bool = False) -> None:
         super().__init__(site)
-        self.prune = prune
+        self.prune, self.in_order = prune, in_order
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         prefix = self.site.num_prefix
@@ -50,5 +51,5 @@ class ToFuMerger(Merger):
         metric = tokens if hints.keys is None else hints.keys
         match = match_most_similar(metric, num_leaving, num_prefix=prefix)
         size = token_sizes(tokens, hints.size)
-        merge = merge_sides_apart(match, size, prune=self.prune, keep_norm=not self.prune)
-        return Decision(merge=merge)
+        put = merge_in_order if self.in_order else merge_sides_apart
+        return Decision(merge=put(match, size, prune=self.prune, keep_norm=not self.prune))

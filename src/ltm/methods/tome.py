@@ -8,7 +8,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core.matching import match_most_similar, merge_sides_apart
+from ltm.core.matching import match_most_similar, merge_in_order, merge_sides_apart
 from ltm.core.merge import token_sizes
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
@@ -23,7 +23,7 @@ class ToMe(MethodConfig):
     marker: ClassVar[str | None] = "^"
 
     def build(self, site: Site) -> Merger:
-        return ToMeMerger(site)
+        return ToMeMerger(site, in_order=self.num_tokens is not None)
 
 
 class ToMeMerger(Merger):
@@ -31,9 +31,14 @@ class ToMeMerger(Merger):
 
     needs = frozenset({"keys"})
 
+    def __init__(self, site: Site, *, in_order: bool = False) -> None:
+        super().__init__(site)
+        self.in_order = in_order
+
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         prefix = self.site.num_prefix
         num_leaving = tokens.shape[1] - prefix - hints.num_out
         metric = tokens if hints.keys is None else hints.keys
         match = match_most_similar(metric, num_leaving, num_prefix=prefix)
-        return Decision(merge=merge_sides_apart(match, token_sizes(tokens, hints.size)))
+        put = merge_in_order if self.in_order else merge_sides_apart
+        return Decision(merge=put(match, token_sizes(tokens, hints.size)))

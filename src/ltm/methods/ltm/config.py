@@ -17,7 +17,16 @@ import numpy as np
 
 from ltm.core.schedule import weighted_rate
 from ltm.core.validation import settle
-from ltm.methods.base import Count, Images, Merger, MethodConfig, Site, require_known, statistical
+from ltm.methods.base import (
+    AMOUNTS,
+    Count,
+    Images,
+    Merger,
+    MethodConfig,
+    Site,
+    require_known,
+    statistical,
+)
 from ltm.methods.ltm.learned import Learned, LearnedMerger
 from ltm.methods.ltm.matched import Choice, Matched, MatchingMerger, Operator, UnimportantMerger
 from ltm.methods.ltm.step import Informative
@@ -185,9 +194,8 @@ class LTM(MethodConfig):
             )
             alone = isinstance(support, Matched)
             support = matched if alone else _by_family(matched, self.learned)
-        return dataclasses.replace(
-            self, ratio=ratio, per_block=None, counts=counts, sites=sites, support=support
-        )
+        amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
+        return dataclasses.replace(self, sites=sites, support=support, **amount)
 
     def describe(self, site: Site) -> str:
         if self.is_learned(grid=site.grid_in is not None):
@@ -223,9 +231,10 @@ class LTM(MethodConfig):
         return self.to_settings()[name]
 
     def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
-        if self.ratio is None:
+        if self.ratio is None and self.num_tokens is None:
             return tuple(range(num_blocks))
-        depths = PROFILE_DEPTH if self.ratio >= FEW_SITES_DOWN_TO else MANY_DEPTH
+        few = self.ratio is None or self.ratio >= FEW_SITES_DOWN_TO
+        depths = PROFILE_DEPTH if few else MANY_DEPTH
         return tuple(sorted({round(depth * num_blocks) for depth in depths}))
 
     def spread(
