@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -177,11 +178,11 @@ class Planner:
             )
         last = self.chosen[-1]
         # The cost is the last count: the weakest strength that leaves no more tokens than asked.
-        fit = fit_budget(
-            self._at_strength, lambda counts: counts[last], num_tokens, tolerance=1e-6, steps=50
-        )
+        left: Callable[[Any], int] = itemgetter(last)
+        fit = fit_budget(self._at_strength, left, num_tokens, tolerance=1e-6, steps=50)
         assert fit is not None
-        return {block: max(count, num_tokens) for block, count in fit.counts.items()}
+        counts: Mapping[int, Any] = fit.counts
+        return {block: max(count, num_tokens) for block, count in counts.items()}
 
     def _within(self, ratio: float) -> Counts:
         if ratio == 1:
