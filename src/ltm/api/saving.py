@@ -18,6 +18,7 @@ from ltm.api.conversion import (
     conversion_of,
     is_merging,
     mergers,
+    merging_network,
     note_,
     token_counts,
     watching,
@@ -79,7 +80,7 @@ def _freeze_mergers_(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def freeze_as_(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _freeze_as_(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Put mergers in their places like those of a frozen model; the weights to load into it.
 
     Version 0.1.0 saved running means beside the constants that were made of them: they are left.
@@ -194,18 +195,51 @@ def _load(config: dict[str, Any], weights: dict[str, Tensor], model: nn.Module |
         if is_merging(model):
             raise ValueError("model: it merges tokens already; give one that does not.")
         convert_(model, method, image_size, schedule=exact)
-        for (_, merger), active in zip(mergers(model), known["active"], strict=True):
-            if active:
-                merger.activate_()
-        if known["frozen"]:
-            weights = freeze_as_(model, weights)
-            embed_by_product_(model)
-            note_(model, frozen=True, macs_after=int(known["macs_after"]))
-        for name, wrong in sorted(misfits(model, weights).items()):
-            raise ValueError(f"{name} is {wrong}; {_MADE_ALIKE}")
-        model.load_state_dict(weights)
+        weights = become_saved_(
+            model, weights, known["active"], frozen=known["frozen"], macs=int(known["macs_after"])
+        )
+        load_exactly_(model, weights, advice=f"; {_MADE_ALIKE}")
         _expect_(model, config.get("pretrained_cfg") or {}, image_size)
     return model.eval()
+
+
+def become_saved_(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    active: Sequence[bool],
+    *,
+    frozen: bool,
+    macs: int | None = None,
+) -> dict[str, Tensor]:
+    """Give a freshly converted network the parts that a saved one had; the weights to load into it.
+
+    Args:
+        model: the network, or what holds it, such as a detector.
+        weights: those that were saved, in the model's keys.
+        active: of every merger, whether it was at work.
+        frozen: whether the network was.
+        macs: those of the frozen network; counted where they are not known.
+    """
+    network = merging_network(model)
+    assert network is not None
+    for (_, merger), at_work in zip(mergers(network), active, strict=True):
+        if at_work:
+            merger.activate_()
+    if frozen:
+        weights = _freeze_as_(model, weights)
+        embed_by_product_(network)
+        counted = macs_of(network, conversion_of(network).image_size) if macs is None else macs
+        note_(network, frozen=True, macs_after=counted)
+    return weights
+
+
+def load_exactly_(
+    model: nn.Module, weights: Mapping[str, Tensor], problem: str = "", advice: str = ""
+) -> None:
+    """Load weights that fit a model in full; the first that does not is named."""
+    for name, wrong in sorted(misfits(model, weights).items()):
+        raise ValueError(f"{problem}{name} is {wrong}{advice}")
+    model.load_state_dict(weights)
 
 
 def _read_merging(merging: Mapping[str, Any]) -> tuple[dict[str, Any], MethodConfig]:

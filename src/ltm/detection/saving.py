@@ -10,14 +10,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 from torch import Tensor, nn
 
-from ltm.api import (
-    conversion_of,
-    freeze_,
-    merge_tokens_,
-    mergers,
-    merging_network,
-    token_counts,
-)
+from ltm.api import conversion_of, merge_tokens_, mergers, merging_network, token_counts
 from ltm.api.folders import (
     CONFIG,
     WEIGHTS,
@@ -29,7 +22,7 @@ from ltm.api.folders import (
     refused,
     write_folder,
 )
-from ltm.api.saving import freeze_as_, misfits
+from ltm.api.saving import become_saved_, load_exactly_
 from ltm.core.finite import require_finite
 from ltm.core.validation import check_entries
 from ltm.detection.mask_rcnn import MaskRCNN, MaskRCNNConfig
@@ -106,14 +99,11 @@ def _load(known: dict[str, Any], weights: dict[str, Tensor]) -> LoadedDetector:
         check_host(config.backbone, {}, weights)
         check_host(config.backbone, size_arguments(config.backbone, config.padded_size)[0], weights)
         model = config.build()
-        _merge_as_saved_(merging_network(model), merging)
-    if merging is not None and merging.get("frozen", False):
-        weights = freeze_as_(model, weights)
-    for name, wrong in sorted(misfits(model, weights).items()):
-        raise ValueError(f"the weights do not fit the detector: {name} is {wrong}")
-    model.load_state_dict(weights)
     if merging is not None:
+        frozen, macs = merging.get("frozen", False), merging.get("macs_after")
+        weights = become_saved_(model, weights, merging["active"], frozen=frozen, macs=macs)
         config = dataclasses.replace(config, merging=config_from_dict(merging["asked"], saved=True))
+    load_exactly_(model, weights, "the weights do not fit the detector: ")
     names = tuple(entry["name"] for entry in known["categories"])
     numbers = tuple(int(entry["id"]) for entry in known["categories"])
     return LoadedDetector(model.eval(), config, names, numbers)
@@ -156,6 +146,7 @@ def _merging(model: nn.Module) -> dict[str, Any] | None:
         "image_size": done.image_size,
         "active": [merger.active for _, merger in mergers(model)],
         "frozen": done.frozen,
+        "macs_after": done.macs_after,
     }
 
 
@@ -170,19 +161,7 @@ def _on_host(
     network.pretrained_cfg = {**network.pretrained_cfg, **host.get("normalisation", {})}
     if merging is not None and config.merging is not None:
         merge_tokens_(network, config.merging, tuple(merging["image_size"]))
-        _merge_as_saved_(network, merging)
     return config.on(Pyramid(network, host=host, **config.maps()))
-
-
-def _merge_as_saved_(network: nn.Module | None, merging: dict[str, Any] | None) -> None:
-    """Give a fresh converted network the parts that the saved one had, ready for its weights."""
-    if network is None or merging is None:
-        return
-    for (_, merger), active in zip(mergers(network), merging["active"], strict=True):
-        if active:
-            merger.activate_()
-    if merging.get("frozen", False):  # folders of earlier versions do not say
-        freeze_(network)
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -218,6 +197,7 @@ _PARTS: dict[str, dict[str, Any]] = {
         "image_size": tuple[int, int],
         "active": tuple[bool, ...],
         "frozen": bool,
+        "macs_after": int,
     },
     "host": {
         "architecture": str,
@@ -225,5 +205,5 @@ _PARTS: dict[str, dict[str, Any]] = {
         "normalisation": dict[Literal["mean", "std"], tuple[float, ...]],
     },
 }
-_OPTIONAL = {"frozen", "normalisation"}
+_OPTIONAL = {"frozen", "macs_after", "normalisation"}
 """Folders of earlier versions lack them."""
