@@ -20,7 +20,7 @@ from toys import pictures, size_of, toy
 pytestmark = pytest.mark.slow
 
 USUAL = ltm.LTM.choices[0]
-QUICK = CalibrateSettings(trials=8, sites=3)
+QUICK = CalibrateSettings(trials=60, sites=3)
 
 
 def sharpened(name: str) -> nn.Module:
@@ -65,6 +65,7 @@ def test_the_config_meets_the_budget_and_the_divergence(vit, images, found):
 def test_no_worse_than_what_it_started_from(found):
     assert found.uncalibrated is not None
     assert found.divergence <= found.uncalibrated
+    assert {trial.phase for trial in found.history} == {"sensitivity", "start", "refinement"}
     best = [trial.divergence for trial in found.history if trial.is_best]
     assert best == sorted(best, reverse=True)
     assert best[-1] == found.divergence
@@ -115,6 +116,26 @@ def test_what_was_computed_before_changes_no_divergence(vit, images):
         list(trials.stream(schedule[:2]))
         values.append(torch.cat(list(trials.stream(schedule))))
     torch.testing.assert_close(*values, rtol=1e-5, atol=1e-7)
+
+
+def test_memory_counts_all_that_is_kept_and_keeps_to_its_limit(vit, images):
+    limit = 3 << 20
+    calibration = Calibration(vit, images, None, CalibrateSettings(memory_bytes=limit, trials=40))
+    memory, most = calibration.trials.memory, []
+    calibration.search.progress = lambda _: most.append(memory.used)
+    calibration.within(0.7)
+    assert limit / 2 < max(most) <= limit
+    tensors = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for output, tokens in memory._kept.values()
+        for tensor in (
+            output,
+            tokens.size,
+            *(m.weight for m in tokens.merges if hasattr(m, "weight")),
+        )
+        if tensor is not None
+    }
+    assert sum(tensors.values()) <= memory.used
 
 
 def check_costs(calibration: Calibration, model: nn.Module) -> None:
@@ -203,12 +224,29 @@ def test_time_is_measured_on_this_device(vit, images):
 
 
 def test_a_default_schedule_that_suits_no_hardware_is_a_start_too(vit, images):
-    settings = CalibrateSettings(trials=12, multiple=5)
-    result = calibrate(vit, images, budget=0.7, settings=settings)
-    refined = [trial for trial in result.history if trial.phase == "refinement"]
-    assert len(refined) == 12
+    result = calibrate(vit, images, budget=0.7, settings=CalibrateSettings(trials=70, multiple=5))
+    assert len(result.history) == 70, "every trial counts, whatever it was for"
+    assert any(trial.phase == "refinement" for trial in result.history)
     assert all((count + 1) % 5 == 0 for count in result.config.counts)
-    assert len(result.config.sites) <= settings.sites
+    assert len(result.config.sites) <= 4
+
+
+def test_the_default_schedule_is_the_result_where_it_is_better(vit, images):
+    """Its many sites, and counts of its own, are nothing that the search would find."""
+    config = ltm.ToMe()
+    few = CalibrateSettings(trials=2, multiple=None)
+    result = calibrate(vit, images, budget=0.75, config=config, settings=few)
+    assert len(result.history) == 2
+    own = Calibration(vit, images, config, few).space.default(0.75)
+    assert [*zip(result.config.sites, result.config.counts, strict=True)] == [
+        (setting.block, setting.count) for setting in own
+    ]
+    assert result.divergence == result.uncalibrated
+    merging = copy.deepcopy(vit)
+    ltm.merge_tokens_(merging, ltm.ToMe(ratio=0.75))
+    assert divergence(vit, merging, images) == pytest.approx(result.divergence, rel=1e-3)
+    asked = calibrate(vit, images, budget=0.75, config=config, settings=QUICK)
+    assert len(asked.config.sites) <= 3, "unless fewer sites were asked for"
 
 
 def test_a_default_schedule_that_loses_a_site_to_the_hardware_is_no_start(vit, images):

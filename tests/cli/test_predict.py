@@ -71,6 +71,14 @@ def test_a_detector_is_found_in_its_run(place: Path, capsys: pytest.CaptureFixtu
     assert "boxes" in json.loads(capsys.readouterr().out)
 
 
+def test_nothing_that_could_be_read_is_an_error(place: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "torn.png").write_bytes(b"no image")
+    assert main(["predict", str(tmp_path / "torn.png"), "--run", str(place / "run")]) == 2
+    said = capsys.readouterr()
+    assert "torn.png" in said.out, "its line says why"
+    assert "1 of 1 images could not be read" in said.err
+
+
 def test_no_images_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(place / "empty"), "--run", str(place / "run")]) == 0
     assert capsys.readouterr().err == "there are no images among the inputs\n"

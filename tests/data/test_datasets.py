@@ -1,5 +1,6 @@
 import io
 import pickle
+import shutil
 import sys
 import zipfile
 from types import ModuleType
@@ -66,6 +67,27 @@ def test_flat_folders_are_every_split_or_held_out(numbered):
     assert len(names) == 12
     with pytest.raises(ValueError, match="choose from train, val"):
         open_dataset(numbered, split="test", holdout_ratio=0.25)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_images_without_labels_need_no_class_folders(tmp_path, packed):
+    names = ["a.png", "b.png", "more/c.png"]
+    for name in names:
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "photos" / name)
+    source = tmp_path / "photos"
+    if packed:
+        shutil.make_archive(str(source), "zip", tmp_path, "photos")
+        source = source.with_suffix(".zip")
+    dataset = open_dataset(source, labelled=False)
+    assert len(dataset) == 3
+    assert dataset.class_names == ()
+    assert sorted(dataset.name(index)[-5:] for index in range(3)) == ["a.png", "b.png", "c.png"]
+    if not packed:
+        (tmp_path / "photos" / "more" / "c.png").unlink()
+        (tmp_path / "photos" / "more").rmdir()
+        with pytest.raises(ValueError, match="no class folders"):
+            open_dataset(source)
 
 
 def test_training_opens_both_splits(numbered, folder):

@@ -93,5 +93,5 @@ def test_accuracy_and_speed_are_measured_against_the_float_file(
     assert row.interval[0] <= row.difference <= row.interval[1]
     assert row.share_of_size < 1
     assert row.speedup > 0
-    with pytest.raises(ValueError, match="no labelled images"):
+    with pytest.raises(ValueError, match="no images to measure"):
         job.measure_int8([])

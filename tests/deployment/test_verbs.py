@@ -40,6 +40,25 @@ def test_a_network_is_exported_and_its_file_predicts(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["images"] == 1
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_int8_is_measured_on_a_flat_folder_by_agreement(tmp_path: Path) -> None:
+    arguments = {"patch_size": 16, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 7}
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, **arguments).eval()
+    for index, example in enumerate(example_pictures(4, 32)):
+        (tmp_path / "flat").mkdir(exist_ok=True)
+        example.image.save(tmp_path / "flat" / f"{index}.png")
+    few = {"batch_sizes": (1,), "int8": ("dynamic",)}
+    with pytest.raises(ValueError, match="int8 needs images of the network's own kind; give"):
+        ltm.export(model, tmp_path / "out", **few)
+    with pytest.raises(ValueError, match="needs images that set ranges, but 4 images are too few"):
+        ltm.export(model, tmp_path / "out", data=str(tmp_path / "flat"), int8=("small",))
+    assert not (tmp_path / "out").exists(), "refused before anything is traced"
+    result = ltm.export(model, tmp_path / "out", data=str(tmp_path / "flat"), **few)
+    (row,) = result.int8
+    assert (row.labelled, row.top1_before, row.num_images) == (False, 1.0, 4)
+    assert "agreement before" in repr(result)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,6 +29,7 @@ from ltm.api.folders import require_own
 from ltm.calibration.grids import GridSpace
 from ltm.calibration.search import (
     CountedCost,
+    EnoughTrials,
     Progress,
     Schedule,
     Search,
@@ -52,6 +54,8 @@ from ltm.progress import progress_bar
 
 DEFAULTS = CalibrateSettings()
 
+_FEW_SITES = 4
+"""Blocks that merge at most, unless the settings say otherwise."""
 _HALVINGS = 5
 _CORRECTIONS = 4
 _CLOSE = 0.97
@@ -174,11 +178,12 @@ def calibrate(
     device = None if in_place else local_device(settings.device)
     network = open_model(model, device, merges=True, say=say)
     if images is None:
-        dataset = open_images(str(data), settings.split, settings.images)
+        dataset = open_images(str(data), settings.split, settings.images, labelled=False)
         images = read_images(dataset, str(data), network, workers=settings.workers)
         image_size = (images.shape[-2], images.shape[-1])
     _check_images(images, image_size_of(network, image_size))
-    with _showing(settings.trials, progress, silent=say is silent) as note:
+    trials = settings.trials if settings.budget_ms is None else None  # it takes several searches
+    with _showing(trials, progress, silent=say is silent) as note:
         calibration = Calibration(network, images, config, settings, note)
         found = _searched(calibration, images)
         if take_press():  # after the last trial
@@ -192,7 +197,7 @@ def calibrate(
 
 
 @contextmanager
-def _showing(num_trials: int, progress: Progress, *, silent: bool) -> Iterator[Progress]:
+def _showing(num_trials: int | None, progress: Progress, *, silent: bool) -> Iterator[Progress]:
     """Show how a search goes, on a terminal; Ctrl-C ends it after the trial at hand."""
     with progress_bar("calibration", num_trials, silent=silent) as advance, in_steps():
         best = ""
@@ -201,8 +206,7 @@ def _showing(num_trials: int, progress: Progress, *, silent: bool) -> Iterator[P
             nonlocal best
             if trial.is_best:
                 best = f"divergence {trial.divergence:.4f} at {trial.share:.3f}"
-            if trial.phase == "refinement":
-                advance(best)
+            advance(best)
             progress(trial)
             stop_if_asked()
 
@@ -270,18 +274,26 @@ class Calibration:
         self._is_sequence = _is_sequence(self.trials.planner)
         kind = SequenceCost if self._is_sequence else CountedCost
         self.cost = kind(self.trials.planner, self.config)
-        self.search = Search(self.trials, self.cost, seed=settings.seed, progress=progress)
+        self.search = Search(
+            self.trials,
+            self.cost,
+            num_trials=settings.trials,
+            seed=settings.seed,
+            progress=progress,
+        )
 
     @cached_property
     def space(self) -> Space:
         """The schedules to choose from."""
         if self._is_sequence:
-            return SequenceSpace(self.search, self.settings.sites, self.settings.multiple)
+            num_sites = self.settings.sites or _FEW_SITES
+            return SequenceSpace(self.search, num_sites, self.settings.multiple)
         return GridSpace(self.search)
 
     def sketch(self, budget: float) -> MethodConfig | None:
         """A plausible config within a budget, without trying any."""
         self.space.budget = budget
+        self.search.forget()
         starts = self.space.starts()
         return config_of(starts[0], self.config) if starts else None
 
@@ -297,33 +309,46 @@ class Calibration:
             )
         space.budget = budget
         self.search.forget()
-        uncalibrated, interrupted = None, False
+        default, interrupted = space.default(budget), False
+        suits = default is not None and self._suits(default)
         try:
-            uncalibrated = self._start_from_default()
-            for schedule in (*space.without_last(), *space.starts()):
-                self._start_from(schedule)
-            self.search.refine(space, self.settings.trials)
+            self._try_schedules(default, suits=suits)
+        except EnoughTrials:
+            pass
         except KeyboardInterrupt:
             self.trials.tidy_()
-            if self.search.best is None:
-                raise
             interrupted = True
-        if self.search.best is None:
-            raise ValueError(
-                f"budget: got {budget}; {self.settings.sites} sites at most, and token counts "
-                "as asked for, cannot meet it."
+        best, divergence = self.search.best, self.search.divergence
+        if suits and self.search.uncalibrated < divergence:
+            best, divergence = default, self.search.uncalibrated
+        if best is None:
+            raise (
+                KeyboardInterrupt
+                if interrupted
+                else ValueError(
+                    f"budget: got {budget}; {self.settings.sites or _FEW_SITES} sites at most, and "
+                    "token counts as asked for, cannot meet it."
+                )
             )
-        return self._result(
-            self.search.best, budget, uncalibrated=uncalibrated, interrupted=interrupted
-        )
+        return self._result(best, budget, divergence=divergence, interrupted=interrupted)
 
-    def _start_from_default(self) -> float | None:
-        """Start from the default schedule, as far as it suits; its own divergence."""
-        schedule = self.space.default(self.space.budget)
-        if schedule is None:
-            return None
-        self._start_from(self.space.suited(schedule))
-        return self.search.gauge(schedule)
+    def _try_schedules(self, default: Schedule | None, *, suits: bool) -> None:
+        """Measure the default schedule, start from it and others, and walk on from the best."""
+        if default is not None:
+            self.search.gauge(default, is_result=suits)
+            self._start_from(self.space.suited(default))
+        for schedule in (*self.space.without_last(), *self.space.starts()):
+            self._start_from(schedule)
+        self.search.refine(self.space)
+
+    def _suits(self, default: Schedule) -> bool:
+        """Whether the default schedule keeps to the budget and to what was asked for by name."""
+        settings, most = self.settings, self.space.budget + 1e-9
+        prefix = self.cost.num_prefix if isinstance(self.cost, SequenceCost) else 0
+        counts = [s.count + prefix for s in default if isinstance(s.count, int)]
+        few = settings.sites is None or len(default) <= settings.sites
+        rounded = all(count % (settings.multiple or 1) == 0 for count in counts)
+        return few and rounded and self.cost(default) <= most
 
     def _start_from(self, schedule: Schedule | None) -> None:
         """Try a schedule, unless it costs too much, as one that lost a site to its levels may."""
@@ -335,9 +360,10 @@ class Calibration:
         schedule: Schedule,
         budget: float,
         *,
-        uncalibrated: float | None = None,
+        divergence: float = 0.0,
         interrupted: bool = False,
     ) -> CalibrateResult:
+        uncalibrated = self.search.uncalibrated if schedule else math.inf
         config = config_of(schedule, self.config)
         plan = self.trials.planner.with_config(config).plan()
         share = plan.macs_after / plan.macs_before
@@ -345,8 +371,8 @@ class Calibration:
             raise AssertionError(f"budget: {share} of the multiply-adds, {budget} allowed.")
         return CalibrateResult(
             config=config,
-            divergence=self.search.divergence if schedule else 0.0,
-            uncalibrated=uncalibrated,
+            divergence=divergence,
+            uncalibrated=uncalibrated if math.isfinite(uncalibrated) else None,
             measure=self.trials.divergence.__name__.replace("_", " "),
             share=share,
             budget=budget,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -117,12 +117,17 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Float[Tensor, "b d"]:
 
 
 class _Memory:
-    """Block outputs by batch and settings; the least recently used go when there are too many."""
+    """Block outputs by batch and settings; the least recently used go when there are too many.
+
+    What is known about tokens counts too: merges of long sequences are larger than the outputs.
+    Blocks share them, so bytes are counted by storage.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._kept: OrderedDict[object, _Kept] = OrderedDict()
-        self._used = 0
+        self._users: Counter[int] = Counter()
+        self.used = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._kept
@@ -135,10 +140,32 @@ class _Memory:
         if key in self._kept:
             return
         self._kept[key] = kept
-        self._used += kept[0].nbytes
-        while self._used > self.num_bytes:
-            _, (output, _) = self._kept.popitem(last=False)
-            self._used -= output.nbytes
+        for place, num_bytes in _storages(kept).items():
+            self.used += 0 if self._users[place] else num_bytes
+            self._users[place] += 1
+        while self.used > self.num_bytes:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, kept = self._kept.popitem(last=False)
+        for place, num_bytes in _storages(kept).items():
+            self._users[place] -= 1
+            if not self._users[place]:
+                del self._users[place]
+                self.used -= num_bytes
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """The memory that tensors within a value hold: bytes by address."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    if is_dataclass(value):
+        value = [getattr(value, field.name) for field in fields(value)]
+    found: dict[int, int] = {}
+    for part in cast("Sequence[Any]", value) if isinstance(value, list | tuple) else ():
+        found |= _storages(part)
+    return found
 
 
 class Trials:
@@ -285,18 +312,32 @@ def _remember_(unit: nn.Module, key: object, memory: _Memory, state: TokenState,
     unit.forward = run
 
 
+class EnoughTrials(Exception):  # noqa: N818 - not an error
+    """As many schedules were tried as were asked for."""
+
+
 class Search:
     """The best schedule so far, and everything that was tried."""
 
     def __init__(
-        self, trials: Trials, cost: Cost, *, seed: int, progress: Progress = lambda _: None
+        self,
+        trials: Trials,
+        cost: Cost,
+        *,
+        num_trials: int,
+        seed: int,
+        progress: Progress = lambda _: None,
     ) -> None:
         self.trials, self.cost, self.progress = trials, cost, progress
+        self.num_trials = num_trials
         self.history: list[Trial] = []
         self.best: Schedule | None = None
         self._best_values: Tensor | None = None
+        self.uncalibrated = math.inf
+        """The mean divergence of the default schedule, once it was gauged."""
         self._tried: set[Schedule] = set()
-        self._num_refined = 0
+        self._has_result = False
+        self._end = num_trials
         self._random = random.Random(seed)  # noqa: S311 - not for secrets
 
     @property
@@ -306,8 +347,10 @@ class Search:
 
     def forget(self) -> None:
         """Start anew, for another budget; what was tried stays in the history."""
-        self.best, self._best_values = None, None
+        self.best, self._best_values, self.uncalibrated = None, None, math.inf
         self._tried.clear()
+        self._has_result = False
+        self._end = len(self.history) + self.num_trials
 
     def probe(self, schedule: Schedule) -> float:
         """The divergence on the first batch, whatever the budget; it cannot become the best."""
@@ -316,17 +359,17 @@ class Search:
         self._note("sensitivity", schedule, values, is_best=False)
         return float(values.mean())
 
-    def gauge(self, schedule: Schedule) -> float:
-        """The divergence on all images, for comparison; it cannot become the best."""
+    def gauge(self, schedule: Schedule, *, is_result: bool) -> None:
+        """Measure the default schedule on all images; `is_result`: it may be what is found."""
         with closing(self.trials.stream(schedule)) as stream:
             values = torch.cat(list(stream))
+        self.uncalibrated = float(values.mean())
+        self._has_result = is_result
         self._note("start", schedule, values, is_best=False)
-        return float(values.mean())
 
     def consider(self, schedule: Schedule, phase: Phase) -> bool:
         """Try a schedule; whether it is the best so far."""
         self._tried.add(schedule)
-        self._num_refined += phase == "refinement"
         parts: list[Tensor] = []
         with closing(self.trials.stream(schedule)) as stream:
             for part in stream:
@@ -341,18 +384,15 @@ class Search:
         self._note(phase, schedule, values, is_best=better)
         return better
 
-    def refine(self, space: Space, num_trials: int) -> None:
-        """Walk downhill, from the best schedule, for so many trials at most."""
-        end = self._num_refined + num_trials
-        while self._num_refined < end and self.best is not None:
-            if not self._descend(space, self.best, end) and not self._kick(space):
+    def refine(self, space: Space) -> None:
+        """Walk downhill, from the best schedule, until all was tried or enough."""
+        while self.best is not None:
+            if not self._descend(space, self.best) and not self._kick(space):
                 return
 
-    def _descend(self, space: Space, schedule: Schedule, end: int) -> bool:
+    def _descend(self, space: Space, schedule: Schedule) -> bool:
         """Try the neighbours until one is better."""
         for candidate in space.neighbours(schedule):
-            if self._num_refined >= end:
-                return True
             if candidate not in self._tried and self.consider(candidate, "refinement"):
                 return True
         return False
@@ -388,6 +428,9 @@ class Search:
         )
         self.history.append(trial)
         self.progress(trial)
+        found = self._has_result or self.best is not None
+        if found and len(self.history) >= self._end:
+            raise EnoughTrials
 
 
 class Space(ABC):

@@ -22,13 +22,15 @@ class CalibrateSettings:
     """How many images to look at; a few hundred do. Labels are not used."""
     split: str = "val"
     """Split of the data, where it has several."""
-    sites: int = 4
-    """At most so many blocks merge; few are as accurate and faster."""
+    sites: int | None = None
+    """At most so many blocks merge; by default 4, unless the method's own schedule has more and is
+    better. Few are as accurate and faster."""
     multiple: int | None = None
     """Token counts, prefix included, are a multiple of this; by default 8, or 1 where there are
     few tokens."""
-    trials: int = 150
-    """Schedules to try once it is known what each block minds."""
+    trials: int = 250
+    """Schedules to try, those that ask each block what it minds included. A budget in milliseconds
+    may take up to four such searches."""
     time_batch: int = 1
     """Images in the batch that the budget in milliseconds is about."""
     time_mode: str | None = None

@@ -31,7 +31,8 @@ def calibrate(
     Args:
         source: which network.
         settings: the budget, and how to search.
-        data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
+        data: folder or .zip of images, in class folders or not, tar shards, hf:NAME, or shapes
+            (generated).
         output: folder for the network and metrics.json.
         overwrite: replace another run's results there.
     """

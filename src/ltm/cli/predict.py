@@ -58,6 +58,8 @@ def predict(
     if found.num_unreadable:
         unread = f"{found.num_unreadable} of {found.num_images} images could not be read"
         print(unread, file=sys.stderr)
+    if found.num_images and found.num_unreadable == found.num_images and not found.interrupted:
+        raise ValueError("nothing was predicted")
     if found.interrupted:
         _say(f"Stopped early, after {found.num_images} images.")
         raise KeyboardInterrupt

@@ -19,8 +19,8 @@ class CompressSettings:
     """Choose the schedule on unlabelled images, where the network and the data allow."""
     calibration_images: int = 256
     """How many; none of them is evaluated. 0 sets none aside."""
-    calibration_trials: int = 100
-    """Schedules to try; Ctrl-C keeps the best so far."""
+    calibration_trials: int = 200
+    """Schedules to try in all; Ctrl-C keeps the best so far."""
     finetune_epochs: int = 0
     """Train the mask modules on the training split for so many epochs."""
     time: bool = True

@@ -30,6 +30,7 @@ def open_dataset(
     transform: Transform | None = None,
     max_unreadable: int = 10,
     holdout_ratio: float = 0.0,
+    labelled: bool = True,
 ) -> ImageDataset:
     """Open labelled images.
 
@@ -44,13 +45,15 @@ def open_dataset(
         max_unreadable: How many unreadable images are skipped, with a warning, before an error.
         holdout_ratio: For class folders that are not split: the share of each class that is
             `val`, the rest being `train`. With 0 every split is the whole.
+        labelled: Whether every image needs a class. If not, a folder or .zip may also hold images
+            without class folders; the data set then has no class names.
     """
     source = str(source)
     if source.partition(":")[0] == "shapes":  # a folder of this name is written ./shapes
         counts = {"images": 4000, "val_images": 1000}
         arguments = shapes_arguments(source, split, classes=10, size=64, small=0, **counts)
         return ShapesClassification(**arguments, transform=transform)
-    found = _find_images(source, split, holdout_ratio)
+    found = _find_images(source, split, holdout_ratio, labelled=labelled)
     return ImageDataset(
         found.files,
         found.labels,
@@ -93,7 +96,7 @@ def refuse_shared(one: ImageDataset, other: ImageDataset, *splits: str) -> None:
             )
 
 
-def _find_images(source: str, split: str, holdout_ratio: float) -> LabelledFiles:
+def _find_images(source: str, split: str, holdout_ratio: float, *, labelled: bool) -> LabelledFiles:
     """Tell sources apart by their form."""
     source, limits, _ = split_limits(source)
     if source.startswith("hf:"):
@@ -107,7 +110,7 @@ def _find_images(source: str, split: str, holdout_ratio: float) -> LabelledFiles
         raise FileNotFoundError(
             f"no data at {source}; give a folder, a .zip archive, tar shards, hf:NAME or shapes"
         )
-    return label_images(files, split, holdout_ratio)
+    return label_images(files, split, holdout_ratio, labelled=labelled)
 
 
 def _is_folder_of_shards(folder: Path) -> bool:

@@ -200,12 +200,15 @@ def _visible(path: str) -> bool:
     return not (path.startswith((".", "__MACOSX")) or "/." in path)
 
 
-def label_images(files: Files, split: str, holdout_ratio: float = 0.0) -> LabelledFiles:
+def label_images(
+    files: Files, split: str, holdout_ratio: float = 0.0, *, labelled: bool = True
+) -> LabelledFiles:
     """Choose a split and label its images by their class folder.
 
     Class folders lie in split folders (`train`, `val`, `test`) or directly in the root; one folder
     around everything is tolerated. Without split folders every split is the whole data set, or,
-    given a hold-out ratio, "val" is that share of each class and "train" is the rest.
+    given a hold-out ratio, "val" is that share of each class and "train" is the rest. Where images
+    need not be `labelled`, those of a flat folder, and of folders in it, have no class names.
     """
     listing = list_images(files)
     root = _class_root(listing)
@@ -216,6 +219,10 @@ def label_images(files: Files, split: str, holdout_ratio: float = 0.0) -> Labell
             f"{listing.where} has no split {split!r}; choose from {', '.join(sorted(splits))}"
         )
     inside = splits.get(wanted, root)
+    if not labelled and _is_flat(listing, inside):
+        paths = [path for path in listing.images if path.startswith(inside)]
+        labels = np.zeros(len(paths), dtype=np.int64)
+        return LabelledFiles(FileImages(files, paths), labels, (), wanted if splits else "all")
     # The training classes define the labels, so that a class missing elsewhere shifts nothing.
     classes = _class_folders(listing, splits.get("train", inside))
     files.limits.check(
@@ -249,6 +256,14 @@ def _children(listing: Listing, root: str) -> list[str]:
 def _holds_only_folders(listing: Listing, root: str) -> bool:
     inside = (name[len(root) :] for name in listing.images if name.startswith(root))
     return bool(_children(listing, root)) and all("/" in name for name in inside)
+
+
+def _is_flat(listing: Listing, root: str) -> bool:
+    """Say whether images lie in a folder itself, or in one that merely wraps them."""
+    inside = [name for name in listing.images if name.startswith(root)]
+    children = _children(listing, root)
+    wrapped = len(children) == 1 and not _holds_only_folders(listing, f"{root}{children[0]}/")
+    return bool(inside) and (wrapped or not _holds_only_folders(listing, root))
 
 
 def _split_folders(listing: Listing, root: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
 from ltm.deployment.settings import BATCH_SIZES, TOLERANCE, ExportSettings, Format
 from ltm.evaluation import records
 from ltm.evaluation.accuracy import paired_interval
-from ltm.evaluation.images import part_images
+from ltm.evaluation.images import Partition, part_images
 from ltm.evaluation.latency import interleaved, speedup, spread
 from ltm.evaluation.modes import OnnxModel
 from ltm.evaluation.records import text_table
@@ -43,6 +43,7 @@ from ltm.models import (
     changed,
     check_classes,
     method_config,
+    num_classes_of,
     open_model,
     silent,
     source_of,
@@ -93,6 +94,8 @@ class Int8Accuracy:
     name: str
     share_of_size: float
     num_images: int
+    labelled: bool
+    """Whether images had labels; if not, top-1 is agreement with the network's own answers."""
     top1_before: float
     top1_after: float
     difference: float
@@ -145,7 +148,8 @@ class ExportResult:
         text = f"{self.information.model} in {self.folder}\n{text_table(lines)}"
         if not self.int8:
             return text
-        header = ("file", "size", "top-1 before", "after", "95% interval", "speed at batch 1")
+        measured = "top-1" if self.int8[0].labelled else "agreement"
+        header = ("file", "size", f"{measured} before", "after", "95% interval", "speed at batch 1")
         rows = [
             (
                 row.name,
@@ -179,8 +183,6 @@ def export(
     """
     settings, folder = changed(settings, changes), Path(folder)
     source = source_of(model)
-    if settings.int8 and settings.data == "shapes" and source is not None and source.weights:
-        raise ValueError("data: int8 needs images of the network's own kind; give --data")
     config = None if settings.method is None else method_config(settings.method, settings.ratio)
     network = open_model(model, merges=config is not None, say=say)
     if config is not None:
@@ -193,7 +195,10 @@ def export(
         split=settings.split,
         images=settings.images,
         calibration_images=settings.calibration_images if settings.int8 else 0,
+        labelled=False,
     )
+    if settings.int8:
+        _check_int8_images(network, parts, settings)
     run = None if source is None else source.run
     with results_in(folder) as aside:
         job = Export(network, aside, known_about(network, settings, run=run, source=settings.data))
@@ -204,15 +209,15 @@ def export(
         )
         rows: list[Int8Accuracy] = []
         if settings.int8:
-            check_classes(job.model, parts.evaluation.class_names, settings.data)
             for recipe in settings.int8:
                 few = (
                     () if parts.calibration is None else _batches(job, parts.calibration, settings)
                 )
                 job.write_int8(recipe, (batch.images for batch in few))
-            labelled = _batches(job, parts.evaluation, settings)
+            batches = _batches(job, parts.evaluation, settings)
             loop = Progress("accuracy")
-            rows = job.measure_int8(labelled, progress=loop)
+            labelled = bool(parts.evaluation.class_names)
+            rows = job.measure_int8(batches, labelled=labelled, progress=loop)
             if loop.interrupted:
                 raise KeyboardInterrupt
         result = ExportResult(
@@ -225,6 +230,20 @@ def export(
         )
         result.save(aside)
     return result
+
+
+def _check_int8_images(network: nn.Module, parts: Partition, settings: ExportSettings) -> None:
+    """Refuse images of other classes than the network's, or too few, before anything is traced."""
+    names, data = parts.evaluation.class_names, settings.data
+    if data == ExportSettings.data and len(names) != num_classes_of(network):
+        raise ValueError("data: int8 needs images of the network's own kind; give --data")
+    if names:
+        check_classes(network, names, data)
+    if parts.calibration is None and any(RECIPES[r].ranges == "static" for r in settings.int8):
+        raise ValueError(
+            f"int8: {', '.join(settings.int8)} needs images that set ranges, but {parts.reason}; "
+            "dynamic needs none"
+        )
 
 
 def _batches(
@@ -282,11 +301,16 @@ class Export:
         self,
         batches: Iterable[Any],
         *,
+        labelled: bool = True,
         progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda items: items,
         rounds: int = 15,
     ) -> list[Int8Accuracy]:
-        """Accuracy and speed of all int8 files against the float ones, on labelled batches."""
-        correct, images = _correct(self._runners, progress(batches))
+        """Accuracy and speed of all int8 files against the float ones.
+
+        Where images have no labels, the network's own answers are the right ones.
+        """
+        answers = None if labelled else self.model
+        correct, images = _correct(self._runners, progress(batches), answers)
         times = interleaved(
             {name: lambda run=run: run(images[:1]) for name, run in self._runners.items()},
             torch.device("cpu"),
@@ -302,6 +326,7 @@ class Export:
                     name=file.name,
                     share_of_size=file.num_bytes / base.num_bytes,
                     num_images=len(before),
+                    labelled=labelled,
                     top1_before=float(before.double().mean()),
                     top1_after=float(after.double().mean()),
                     difference=paired.difference,
@@ -350,16 +375,17 @@ class Export:
 
 @torch.no_grad()
 def _correct(
-    runners: Mapping[str, Classify], batches: Iterable[Any]
+    runners: Mapping[str, Classify], batches: Iterable[Any], answers: Classify | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Which images each gets right, and the last batch."""
+    """Which images each gets right, and the last batch; `answers` stand in for missing labels."""
     found: dict[str, list[Tensor]] = {name: [] for name in runners}
     images = None
     for images, labels in batches:
+        right = labels if answers is None else answers(images).argmax(1)
         for name, classify in runners.items():
-            found[name].append(classify(images).argmax(1) == labels)
+            found[name].append(classify(images).argmax(1) == right)
     if images is None:
-        raise ValueError("batches: there are no labelled images to measure accuracy on")
+        raise ValueError("batches: there are no images to measure accuracy on")
     return {name: torch.cat(parts) for name, parts in found.items()}, images
 
 

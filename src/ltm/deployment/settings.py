@@ -40,12 +40,12 @@ class ExportSettings(InputSettings):
     """Int8 versions to add: accurate, small (all linear layers), dynamic (no calibration images
     needed) or convolutional."""
     data: str = "shapes"
-    """Images to compare and calibrate on: a folder or .zip of class folders, tar shards, hf:NAME,
-    or shapes (generated)."""
+    """Images to compare and calibrate on: a folder or .zip of images, in class folders or not, tar
+    shards, hf:NAME, or shapes (generated)."""
     split: str = "val"
     """Split of the data, where it has several."""
     images: int | None = None
-    """Labelled images for the accuracy of int8 files; by default all."""
+    """Images for the accuracy of int8 files; by default all."""
     calibration_images: int = 128
     """Images that set the ranges of int8 files; none of them is evaluated."""
     batch_sizes: tuple[int, ...] = BATCH_SIZES

@@ -22,10 +22,13 @@ _SAMPLE = 64
 """Images of a sample, and at most so many different ones in a batch to time."""
 
 
-def open_images(source: str, split: str, images: int | None = None) -> Any:
-    """The labelled images; what is no image is an error, lest another take its place unnoticed."""
+def open_images(
+    source: str, split: str, images: int | None = None, *, labelled: bool = True
+) -> Any:
+    """The images; what is no image is an error, lest another take its place unnoticed."""
     require_least("images", images)
-    return _take(open_dataset(source, split=split, max_unreadable=0), images)
+    found = open_dataset(source, split=split, max_unreadable=0, labelled=labelled)
+    return _take(found, images)
 
 
 def expected_images(model: nn.Module, config: DataConfig) -> ImageSpec:
@@ -78,16 +81,16 @@ class Partition:
 
 
 def part_images(
-    source: str, *, split: str, images: int | None, calibration_images: int
+    source: str, *, split: str, images: int | None, calibration_images: int, labelled: bool = True
 ) -> Partition:
-    """Open labelled images and set some aside.
+    """Open images and set some aside.
 
     Calibration takes them from the training split; where data are not split it takes at most a
     third of all, and the rest is evaluated.
     """
     require_least("images", images)
     require_least("calibration-images", calibration_images, 0)
-    dataset, calibration, reason = open_images(source, split), None, ""
+    dataset, calibration, reason = open_images(source, split, labelled=labelled), None, ""
     if calibration_images == 0:
         reason = "it is switched off"
     elif dataset.split == "all":
@@ -104,7 +107,7 @@ def part_images(
         raise ValueError("split is train: those images are for calibration; evaluate on others")
     else:
         try:
-            training = open_images(source, "train")
+            training = open_images(source, "train", labelled=labelled)
             refuse_shared(training, dataset, "train", split)
             calibration = training.take(calibration_images)
         except (ValueError, FileNotFoundError) as error:
