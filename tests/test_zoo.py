@@ -1,8 +1,11 @@
 """The networks that come with the package."""
 
+from pathlib import Path
+
 import timm
 import torch
 
+import ltm
 from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset
 from ltm.data.transforms import evaluation_transform, image_spec
@@ -28,3 +31,10 @@ def test_the_demo_vit_names_shapes_that_it_has_not_seen() -> None:
 
 def test_every_verb_finds_it_by_name() -> None:
     assert open_model("demo_vit", "cpu").num_classes == DEMO_CLASSES
+
+
+def test_a_saved_copy_loads(tmp_path: Path) -> None:
+    model = open_model("demo_vit", "cpu")
+    ltm.merge_tokens_(model, ltm.ToMe(sites=(1,), counts=(9,)))
+    ltm.save(model, tmp_path)
+    assert ltm.token_counts(ltm.load(tmp_path)) == [9]

@@ -24,11 +24,12 @@ from typing import Any
 from gradio_client import Client, handle_file
 
 from ltm.data.shapes import example_pictures
-from ltm.web.networks import EMBEDDED, KEPT, embedded_title
+from ltm.web.networks import KEPT, embedded_title
+from ltm.zoo import DEMO_MODELS
 from reproduction.benchmarks.recording import parser, write_page
 
 SETTINGS = list(
-    product(map(embedded_title, EMBEDDED), ("LTM", "ToMe"), (0.6, 0.7, 0.8, 0.9), (1, 3))
+    product(map(embedded_title, DEMO_MODELS), ("LTM", "ToMe"), (0.6, 0.7, 0.8, 0.9), (1, 3))
 )
 AT_ONCE = 8
 

@@ -20,6 +20,7 @@ from timm.models import register_model
 from torch import nn
 
 from ltm.api import merge_tokens_
+from ltm.api.saving import remember_arguments
 from ltm.methods import LTM, MethodConfig
 
 MODELS = {
@@ -69,7 +70,7 @@ def _demo_model(name: str) -> Callable[..., nn.Module]:
         if pretrained:
             weights = load_file(demo_weights(name))
             model.load_state_dict({key: value.float() for key, value in weights.items()})
-        return model
+        return remember_arguments(model, {**small, **arguments})
 
     create.__doc__ = f"A small `{host}` that names generated shapes."
     return create

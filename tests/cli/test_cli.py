@@ -33,7 +33,7 @@ def test_every_command_explains_itself_with_an_example(
     assert "--output" in text
 
 
-@pytest.mark.parametrize("args", [[], ["mergee"], ["demo", "--epochs", "many"]])
+@pytest.mark.parametrize("args", [[], ["mergee"], ["demo", "--images", "many"]])
 def test_a_wrong_call_exits_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(args)
@@ -44,7 +44,7 @@ def test_a_wrong_call_exits_with_2(args: list[str], capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--epochs", "0"], "epochs is 0: at least 1 is needed"),
+        (["--images", "0"], "images is 0: at least 1 is needed"),
         (["--ratio", "1.5"], "ratio: got 1.5; it must be larger than 0 and at most 1."),
         (["--output", __file__], f"output is {__file__}, a file: a folder is needed"),
     ],
@@ -77,7 +77,7 @@ def test_bad_input_is_one_sentence_and_2(
         ("table sweep --seeds 0", "seeds is 0"),
         (f"predict {__file__} --run nowhere", "there is no such folder"),
         ("serve --run nowhere --embedded --port 7997", "there is no such folder"),
-        ("demo --epochs 0", "epochs is 0"),
+        ("demo --images 0", "images is 0"),
     ],
 )
 def test_bad_input_leaves_no_folder(

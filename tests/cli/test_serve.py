@@ -47,7 +47,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setitem(sys.modules, "gradio", None)
-    assert main(["serve", "--port", "7899", "--embedded", "ViT"]) == 2
+    assert main(["serve", "--port", "7899", "--embedded", "demo_vit"]) == 2
     assert "gradio is not installed" in (said := capsys.readouterr().err)
     assert "pip install 'ltm[web]'" in said
 

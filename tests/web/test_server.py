@@ -13,7 +13,7 @@ from serving import Served
 
 pytestmark = pytest.mark.slow
 
-CHOSEN = ("ViT (generated shapes)", "LTM", 0.7, 5)
+CHOSEN = ("demo_vit (generated shapes)", "LTM", 0.7, 5)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def test_what_cannot_be_done_is_an_error_with_a_sentence(client: Any, picture: P
     from gradio_client import handle_file
     from gradio_client.exceptions import AppError
 
-    swin = ("Swin (generated shapes)", "ToMe", 0.4, 1)
+    too_little = ("demo_vit (generated shapes)", "ToMe", 0.1, 1)
     with pytest.raises(AppError, match="cannot go below"):
-        client.predict(handle_file(str(picture)), *swin, api_name="/look")
+        client.predict(handle_file(str(picture)), *too_little, api_name="/look")
     assert upload(client, picture)[1] == ""
 
 

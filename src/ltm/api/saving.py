@@ -272,7 +272,7 @@ _NOT_ITS_SHAPE = ("pretrained", "num_classes", "drop_path_rate")
 def remember_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
     """Note on a timm model what it was made with, which timm forgets and `save` needs."""
     kept = {name: value for name, value in arguments.items() if name not in _NOT_ITS_SHAPE}
-    setattr(model, _MADE_WITH, kept)
+    setattr(model, _MADE_WITH, {**getattr(model, _MADE_WITH, {}), **kept})
     return model
 
 

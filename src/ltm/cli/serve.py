@@ -19,7 +19,7 @@ def serve(
 ) -> None:
     """Show merging in a browser: pictures, groups, weights, predictions, cost and time.
 
-    Works offline: two small networks, trained on generated shapes, come with the package. A network
+    Works offline: a network that was trained on generated shapes comes with the package. A network
     of one's own comes first in the list. Only this machine can see the page unless --host says
     otherwise. Ctrl-C ends it.
 

@@ -127,26 +127,6 @@ def _small_finetune(family: str) -> TrainSettings:
     )
 
 
-def small_network(
-    model: str,
-    model_args: tuple[str, ...],
-    source: str,
-    *,
-    epochs: int,
-    seed: int,
-    augment: AugmentConfig | None = None,
-) -> TrainSettings:
-    """A small network that merges nothing, trained on generated shapes on a CPU."""
-    return TrainSettings(
-        model=ModelSettings(name=model, model_args=model_args),
-        merge=MergeSettings(method="none"),
-        data=DataConfig(source=source, batch_size=64, workers=0),
-        augment=augment or AugmentConfig.none(),
-        optim=OptimSettings(epochs=epochs, optimizer="muon", lr=5e-3, lr_warmup_epochs=0.5, clip=1),
-        run=RunSettings(seed=seed, device="cpu"),
-    )
-
-
 def _demo(name: str) -> TrainSettings:
     """How a network that comes with the package was trained; a few minutes on a GPU."""
     return TrainSettings(

@@ -1,8 +1,7 @@
 """The networks of the page: those that come with the package, one's own, and their merging copies.
 
-The embedded ones are small, trained on generated shapes, and kept in half precision;
-`reproduction/benchmarks/embedded_networks.py` trains them anew. Merging copies are made when they
-are asked for, and a few of them are kept.
+The embedded ones are those of `ltm.zoo`. Merging copies are made when they are asked for, and a few
+of them are kept.
 """
 
 from __future__ import annotations
@@ -11,29 +10,34 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any
 
 import timm
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ltm.adapters import select_adapter
 from ltm.adapters.base import Layout
-from ltm.api import fit_, image_size_of, is_merging, merging_copy, unmerged_copy
+from ltm.api import (
+    conversion_of,
+    fit_,
+    image_size_of,
+    is_merging,
+    merging_copy,
+    report,
+    unmerged_copy,
+)
 from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
-from ltm.data.shapes import ShapesClassification
+from ltm.data.datasets import open_dataset
+from ltm.data.shapes import Picture
 from ltm.data.transforms import ImageSpec, evaluation_transform, image_spec
 from ltm.deployment.information import known_about
 from ltm.deployment.settings import InputSettings
-from ltm.methods import methods
+from ltm.methods import MethodConfig, methods
 from ltm.models import ModelSource, name_of, num_classes_of
+from ltm.zoo import DEMO_CLASSES, DEMO_DATA, DEMO_MODELS
 
 SAVED = "as saved"
-_FITTED = 32
-"""Images on which a method is fitted that meets its ratio as a mean."""
 KEPT = 12
 """Merging copies that are kept; they share their weights with the original."""
 
@@ -47,7 +51,7 @@ class ShownNetwork:
     spec: ImageSpec
     class_names: tuple[str, ...]
     sample: Tensor | None = None
-    """Images of the kind it was trained on: for class statistics and thresholds."""
+    """Images of the kind it was trained on, for methods that are fitted on some."""
     saved: nn.Module | None = None
     """A merging network as it was saved."""
 
@@ -60,6 +64,23 @@ class ShownNetwork:
             if self.sample is not None or not config(ratio=0.5).needs_images()
         ]
         return (*((SAVED,) if self.saved is not None else ()), *known)
+
+    @property
+    def own_method(self) -> str | None:
+        """The method that a saved network merges by, where another ratio can be chosen for it."""
+        title = None if self.saved is None else conversion_of(self.saved).config.title
+        return title if title in self.methods else None
+
+    def config(self, method: str, ratio: float) -> MethodConfig:
+        """A method at a ratio: with the settings that it was saved with, or the usual ones."""
+        if self.saved is not None and method == self.own_method:
+            return conversion_of(self.saved).config.scheduled(ratio=ratio)
+        return next(kind for kind in methods().values() if kind.title == method)(ratio=ratio)
+
+    @cached_property
+    def saved_share(self) -> float:
+        """Share of the multiply-adds that the saved network needs."""
+        return 1.0 if self.saved is None else report(self.saved).share
 
     @cached_property
     def layout(self) -> Layout:
@@ -117,12 +138,11 @@ class Networks:
     @torch.no_grad()
     def _make(self, name: str, method: str, ratio: float) -> nn.Module:
         network = self[name]
-        config = next(kind for kind in methods().values() if kind.title == method)(ratio=ratio)
+        config = network.config(method, ratio)
         size = image_size_of(network.model, network.spec.size)
         model = merging_copy(network.model, config, size, share_weights=True)
-        if network.sample is not None:
-            number = _FITTED if config.needs_images() else len(network.sample)
-            fit_(model, network.sample[:number], tolerance=0.03)
+        if network.sample is not None and config.needs_images():
+            fit_(model, network.sample, tolerance=0.03)
         return model
 
     def __getitem__(self, name: str) -> ShownNetwork:
@@ -137,48 +157,8 @@ class Networks:
 
 # --- Networks that come with the package ---------------------------------------------------------
 
-SIDE, CLASSES = 96, 20
-_SAMPLE = 64
-"""Images for class statistics and thresholds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """timm's name of a network, and the arguments that make it small."""
-
-    model: str
-    arguments: Mapping[str, Any]
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The arguments as settings of a training write them."""
-        return tuple(f"{name}={value}".replace(" ", "") for name, value in self.arguments.items())
-
-
-EMBEDDED = {
-    "ViT": Architecture(
-        model="vit_tiny_patch16_224",
-        arguments={
-            "img_size": SIDE,
-            "patch_size": 8,
-            "embed_dim": 64,
-            "depth": 6,
-            "num_heads": 2,
-        },
-    ),
-    "Swin": Architecture(
-        model="swin_tiny_patch4_window7_224",
-        arguments={
-            "img_size": SIDE,
-            "patch_size": 4,
-            "window_size": 6,
-            "embed_dim": 32,
-            "depths": (2, 2),
-            "num_heads": (2, 4),
-        },
-    ),
-}
-"""By short names."""
+_SAMPLE = 16
+"""Images for methods that are fitted on some."""
 
 
 def embedded_title(name: str) -> str:
@@ -186,22 +166,22 @@ def embedded_title(name: str) -> str:
     return f"{name} (generated shapes)"
 
 
-def weights_path(name: str) -> Path:
-    """Where the package keeps a network's weights."""
-    return Path(__file__).with_name("weights") / f"{name.lower()}.safetensors"
-
-
 def embedded_network(name: str) -> ShownNetwork:
-    """A network of the package, by its short name."""
-    if name not in EMBEDDED:
-        raise ValueError(f"embedded is {name}: known are {', '.join(EMBEDDED)}")
-    found = EMBEDDED[name]
-    model = timm.create_model(found.model, num_classes=CLASSES, **found.arguments)
-    weights = load_file(weights_path(name))
-    model.load_state_dict({key: value.float() for key, value in weights.items()}, strict=True)
-    spec = image_spec(DataConfig(source="shapes"), model)
+    """A network of the package, by its name in timm's registry."""
+    if name not in DEMO_MODELS:
+        raise ValueError(f"embedded is {name}: known are {', '.join(DEMO_MODELS)}")
+    model = timm.create_model(name, pretrained=True).requires_grad_(False)
+    spec = image_spec(DataConfig(source=DEMO_DATA), model)
     transform = evaluation_transform(spec, normalize=True)
-    images = ShapesClassification("train", _SAMPLE, SIDE, CLASSES, transform=transform)
+    images = open_dataset(DEMO_DATA, split="train", transform=transform).take(_SAMPLE)
     sample = torch.stack([images[index][0] for index in range(len(images))])
-    names = tuple(images.class_names)
-    return as_network(embedded_title(name), model.requires_grad_(False), spec, names, sample)
+    return as_network(embedded_title(name), model, spec, images.class_names, sample)
+
+
+def embedded_pictures(number: int) -> list[Picture]:
+    """Pictures of the kind that the embedded networks know, none of which they were trained on."""
+    images = open_dataset(DEMO_DATA, split="test")
+    # Neighbours differ in class, and these in shape and texture too.
+    chosen = [index * (DEMO_CLASSES // 2 + 1) for index in range(number)]
+    found = (images[index] for index in chosen)
+    return [Picture(images.class_names[label], image) for image, label in found]

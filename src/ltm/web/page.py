@@ -15,7 +15,7 @@ from ltm.data.decoding import decode
 from ltm.data.limits import LimitError, Limits
 from ltm.data.shapes import Picture
 from ltm.web.inspection import Inspection, inspect
-from ltm.web.networks import Networks
+from ltm.web.networks import SAVED, Networks
 from ltm.web.rendering import draw_groups, draw_token, layer_table, share_of, summary
 
 _TITLE = "Token merging"
@@ -26,6 +26,8 @@ _INTRODUCTION = (
 )
 _ROUNDS = 7
 """Timings of a picture, before and after in turn."""
+RATIO = 0.5
+"""Share of the multiply-adds that the page opens with."""
 _QUEUE = 32
 """Requests that may wait; further ones are refused."""
 
@@ -55,12 +57,23 @@ class Handlers:
         """The example that was chosen."""
         return self.pictures[int(event.index)].image, ""
 
-    def choose_network(self, name: str) -> tuple[Any, Any]:
+    def choose_network(self, name: str) -> tuple[Any, Any, Any]:
         """What can be chosen for another network."""
         methods, last = self.networks[name].methods, self.last_block(name)
-        return gr.update(choices=list(methods), value=methods[0]), gr.update(
-            maximum=last, value=last
+        return (
+            gr.update(choices=list(methods), value=methods[0]),
+            self.choose_method(name, methods[0], RATIO),
+            gr.update(maximum=last, value=last // 2),
         )
+
+    def choose_method(self, name: str, method: str, ratio: float) -> Any:
+        """The ratio that goes with a method: what was saved has its own."""
+        return self.networks[name].saved_share if method == SAVED else ratio
+
+    def choose_ratio(self, name: str, method: str) -> Any:
+        """The method for another ratio: a saved network is then merged anew by its own method."""
+        own = self.networks[name].own_method
+        return own if method == SAVED and own is not None else method
 
     def last_block(self, name: str) -> int:
         """The number of a network's last block."""
@@ -120,6 +133,7 @@ def _controls(handlers: Handlers) -> SimpleNamespace:
     """What visitors choose by."""
     names = list(handlers.networks.by_name)
     methods, last = list(handlers.networks[names[0]].methods), handlers.last_block(names[0])
+    ratio = handlers.choose_method(names[0], methods[0], RATIO)
     plain: dict[str, Any] = {"interactive": False, "buttons": [], "show_label": False}
     return SimpleNamespace(
         picture=gr.Image(
@@ -149,10 +163,10 @@ def _controls(handlers: Handlers) -> SimpleNamespace:
         model=gr.Dropdown(names, value=names[0], label="Model", elem_id="model"),
         method=gr.Dropdown(methods, value=methods[0], label="Method", elem_id="method"),
         ratio=gr.Slider(
-            0.4, 1.0, 0.7, step=0.05, label="Share of multiply-adds", elem_id="ratio"
+            0.1, 1.0, ratio, step=0.01, label="Share of multiply-adds", elem_id="ratio"
         ),
         block=gr.Slider(
-            0, last, last, step=1, precision=0, label="Tokens after block", elem_id="block"
+            0, last, last // 2, step=1, precision=0, label="Tokens after block", elem_id="block"
         ),
     )  # fmt: skip
 
@@ -202,14 +216,20 @@ def _connect(page: gr.Blocks, handlers: Handlers, c: SimpleNamespace, v: SimpleN
         **one,
     }
     gr.on(
-        [page.load, c.picture.change, c.method.input, c.ratio.input, c.block.input],
+        [page.load, c.picture.change, c.block.input],
         **look,
         api_name="look",
         trigger_mode="always_last",
     )
-    c.model.input(
-        handlers.choose_network, c.model, [c.method, c.block], api_visibility="private"
-    ).then(**look, api_visibility="private")
+    # What is chosen decides other controls first.
+    for control, decide, known, decided in (
+        (c.model, handlers.choose_network, [c.model], [c.method, c.ratio, c.block]),
+        (c.method, handlers.choose_method, [c.model, c.method, c.ratio], [c.ratio]),
+        (c.ratio, handlers.choose_ratio, [c.model, c.method], [c.method]),
+    ):
+        control.input(
+            decide, known, decided, api_visibility="private", trigger_mode="always_last"
+        ).then(**look, api_visibility="private", trigger_mode="always_last")
     v.groups.select(
         handlers.click,
         chosen,

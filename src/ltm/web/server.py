@@ -21,7 +21,13 @@ from typing import Any
 
 from ltm.extras import require
 from ltm.models import ModelSource, Say, silent
-from ltm.web.networks import Networks, ShownNetwork, embedded_network, own_network
+from ltm.web.networks import (
+    Networks,
+    ShownNetwork,
+    embedded_network,
+    embedded_pictures,
+    own_network,
+)
 from ltm.web.settings import ServeSettings
 
 _THREADS = 4
@@ -103,11 +109,10 @@ def serving(
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         os.environ["GRADIO_CHECK_UPDATES"] = "False"
         gr = require("gradio", extra="web")
-        from ltm.data.shapes import example_pictures  # noqa: PLC0415
         from ltm.web.page import MAX_BYTES, Handlers, build_page  # noqa: PLC0415
         from ltm.web.rendering import CSS  # noqa: PLC0415
 
-        handlers = Handlers(networks, example_pictures(6))
+        handlers = Handlers(networks, embedded_pictures(6))
         page = build_page(handlers)
         _, address, _ = page.launch(
             server_name=host,

@@ -12,7 +12,7 @@ from ltm.deployment.settings import InputSettings
 class ServeSettings(InputSettings):
     """What the page offers, and where it listens."""
 
-    embedded: tuple[Literal["ViT", "Swin"], ...] = ("ViT", "Swin")
+    embedded: tuple[Literal["demo_vit"], ...] = ("demo_vit",)
     """Embedded networks to offer beside it."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 lets other machines see the page."""
