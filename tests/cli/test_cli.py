@@ -44,7 +44,7 @@ def test_a_wrong_call_exits_with_2(args: list[str], capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--images", "0"], "images is 0: at least 1 is needed"),
+        (["--images", "0"], "--images is 0: it must be at least 1"),
         (["--ratio", "1.5"], "ratio: got 1.5; it must be larger than 0 and at most 1."),
         (["--output", __file__], f"output is {__file__}, a file: a folder is needed"),
     ],
