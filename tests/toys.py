@@ -8,6 +8,7 @@ import timm
 import torch
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.efficientvit_mit import EfficientVit
+from timm.models.eva import Eva
 from timm.models.mobilevit import MobileVitBlock
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
@@ -46,6 +47,13 @@ def _swin() -> nn.Module:
     )
 
 
+def _eva(**arguments: object) -> nn.Module:
+    """DINOv3 in small."""
+    settings = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 2}
+    rotary = {"use_rot_pos_emb": True, "use_abs_pos_emb": False, "rope_type": "dinov3"}
+    return Eva(**{**settings, **rotary, "num_classes": NUM_CLASSES, **arguments})
+
+
 SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "vit": _vit,
     "layer_scale": lambda: _vit(init_values=0.1, no_embed_class=True),
@@ -56,6 +64,8 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
         img_size=48, patch_size=8, embed_dim=32, depth=6, num_heads=2, num_classes=NUM_CLASSES
     ),
     "headless": lambda: _vit(num_classes=0),
+    "attention_pooled": lambda: _vit(class_token=False, global_pool="map"),
+    "eva": lambda: _eva(num_reg_tokens=4, init_values=0.1, qkv_bias=False, attn_type="rope"),
 }
 GRIDS: dict[str, Callable[[], nn.Module]] = {
     "swin": _swin,

@@ -5,6 +5,7 @@ from ltm.adapters import mobilevit as mobilevit
 from ltm.adapters import swin as swin
 from ltm.adapters import efficientvit as efficientvit
 from ltm.adapters import vit as vit
+from ltm.adapters import eva as eva
 
 # isort: on
 from ltm.adapters.base import Adapter, Conversion, adapter_of, adapters, select_adapter

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class Tokens:
     """True labels of the images, where somebody announced them."""
     patches: Grid | None = None
     """The shape in which a sequence's tokens stood while they were patches."""
+    positions: Tensor | None = None
+    """The patch at whose place each token stands, `b t`, prefix included; None: its own."""
     grid: Grid | None = None
     """The rectangle that the tokens form now, where they form one."""
 
@@ -81,8 +83,8 @@ class Frame:
     labels: Tensor | None = None
     tokens: dict[int, Tokens] = field(default_factory=dict)
     """What is known about the tokens that enter each block."""
-    projected: dict[int, Tensor | None] = field(default_factory=dict)
-    """The output of each block's projection to queries and keys, until it is read."""
+    projected: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    """The outputs of each block's projections to queries and keys, until they are read."""
     pool: Tensor | None = None
     """The token sizes of the last map, `b h w`, until the head has read them."""
 
@@ -202,13 +204,14 @@ class TokenState:
         """What is known about the tokens that left a block."""
         return self._read(lambda frame: frame.tokens.get(index + 1)) or Tokens()
 
-    def take_projected(self, index: int) -> Tensor:
+    def take_projected(self, index: int, part: int = 0) -> Tensor:
         """A block's queries and keys, read once: what is large does not outlive its use."""
         # Not deleted: graphs put back all entries of a dictionary that has lost one.
-        found = self.frame.projected.get(index)
-        self.frame.projected[index] = None
+        key = (index, part)
+        found = self.frame.projected.get(key)
+        self.frame.projected[key] = None
         if found is None and not torch.compiler.is_compiling():
-            found = self._traced.projected.pop(index, None)
+            found = self._traced.projected.pop(key, None)
         assert found is not None
         return found
 
@@ -289,6 +292,8 @@ class Slot:
     """The head comes after this block."""
     hands_on: bool = True
     """A later site of the same stage takes up what this one hands on."""
+    num_projections: int = 1
+    """Projections that are recorded for queries and keys, where the merger needs them."""
     original: dict[str, Any] = field(default_factory=dict)
     """Host attributes to give back when the conversion is undone."""
 
@@ -298,6 +303,8 @@ class MergingMixin(nn.Module):
 
     slot: Slot
     merger: Merger | None
+    needs_positions: ClassVar[bool] = False
+    """Attention depends on where tokens stand, so that merged ones need a position."""
 
     @property
     def keeps_grid(self) -> bool:
@@ -311,16 +318,22 @@ class MergingMixin(nn.Module):
             slot.state.open()
         return slot.state.enter(slot.index, x, starts=slot.starts)
 
-    def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
-        """The hints that a merger needs, from the output of the block's `qkv` projection."""
+    def look(self, *projected: Any, **context: Any) -> dict[str, Tensor]:
+        """The hints that a merger needs.
+
+        Given are the outputs of the block's recorded projections (in most families one, `qkv`),
+        the sizes of the tokens, and the names of the hints.
+        """
         raise NotImplementedError
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
         """Ask the merger, with the hints that it needs added to those that are at hand."""
         merger = cast("Merger", self.merger)
         if merger.needs:
-            qkv = self.slot.state.take_projected(self.slot.index)
-            found = self.look(qkv, hints.size, merger.needs)
+            slot = self.slot
+            parts = range(slot.num_projections)
+            projected = [slot.state.take_projected(slot.index, part) for part in parts]
+            found = self.look(*projected, hints.size, merger.needs, **context)
             hints = dataclasses.replace(hints, **found)
         return merger(z, hints)
 
@@ -355,6 +368,11 @@ class MergingMixin(nn.Module):
                 tokens = dataclasses.replace(
                     tokens, size=size, carry=carry, merges=merges, grid=grid_out or tokens.grid
                 )
+                if self.needs_positions:
+                    kept = decision.merge.kept().expand(z.shape[0], -1)
+                    before = tokens.positions
+                    kept = kept if before is None else before.gather(1, kept)
+                    tokens = dataclasses.replace(tokens, positions=kept)
         slot.state.leave(slot.index, tokens)
         if slot.state.watched:
             hints = hints or Hints(num_out=z.shape[1], size=tokens.size)
@@ -402,14 +420,14 @@ def become_(module: Any, kind: type[nn.Module]) -> None:
 class RecordedProjection(nn.Module):
     """A projection of the host whose output the block may read once, for queries and keys."""
 
-    recorded: tuple[TokenState, int]
-    """The state, and the index of the block."""
+    recorded: tuple[TokenState, int, int]
+    """The state, the index of the block, and which of its projections this is."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        state, index = self.recorded
+        state, index, part = self.recorded
         if state.merging:
-            state.frame.projected[index] = out
+            state.frame.projected[index, part] = out
         return out
 
 
@@ -427,16 +445,16 @@ _RECORDED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def record_(projection: nn.Module, state: TokenState, index: int) -> None:
+def record_(projection: nn.Module, state: TokenState, index: int, part: int = 0) -> None:
     """Make a projection leave its output in the state, whatever its class (LoRA's, for example)."""
     host = type(projection)
     if host not in _RECORDED:
         _RECORDED[host] = type(f"Recorded{host.__name__}", (RecordedProjection, host), {})
     become_(projection, _RECORDED[host])
-    cast("RecordedProjection", projection).recorded = (state, index)
+    cast("RecordedProjection", projection).recorded = (state, index, part)
 
 
-def stop_recording_(projection: nn.Module) -> tuple[TokenState, int] | None:
+def stop_recording_(projection: nn.Module) -> tuple[TokenState, int, int] | None:
     """Undo `record_`; returns what it was given, if it was."""
     if not isinstance(projection, RecordedProjection):
         return None
@@ -447,9 +465,9 @@ def stop_recording_(projection: nn.Module) -> tuple[TokenState, int] | None:
 
 
 def convert_block_(
-    block: Any, config: MethodConfig, slot: Slot, merging: type[nn.Module], projection: nn.Module
+    block: Any, config: MethodConfig, slot: Slot, merging: type[nn.Module], *projections: nn.Module
 ) -> None:
-    """A host block becomes a merging one; its projection is recorded where the merger needs it.
+    """A host block becomes a merging one; its projections are recorded where the merger needs them.
 
     The merger comes on the device of the block's weights.
     """
@@ -460,13 +478,16 @@ def convert_block_(
             merger = config.build(site)
         merger = merger.to(device).train(block.training)
     block.merger, block.slot = merger, slot
+    slot.num_projections = len(projections)
     if merger is not None and merger.needs:
-        record_(projection, slot.state, slot.index)
+        for part, projection in enumerate(projections):
+            record_(projection, slot.state, slot.index, part)
     become_(block, merging)
 
 
-def revert_block_(block: Any, host: type[nn.Module], projection: nn.Module) -> None:
+def revert_block_(block: Any, host: type[nn.Module], *projections: nn.Module) -> None:
     """Undo `convert_block_`."""
-    stop_recording_(projection)
+    for projection in projections:
+        stop_recording_(projection)
     del block.merger, block.slot
     become_(block, host)

@@ -34,6 +34,9 @@ _CLOSE, _CLOSE_ON_GRIDS = 0.005, 0.02
 # How far below it a plan with few sites may end before all blocks are made sites.
 _NEAR = 0.03
 
+_COUNTED = (Tensor, bool, int, str, type(None))
+"""What a module may be given, for its cost to be known by the shapes alone."""
+
 Counts = Mapping[int, Count]
 """Tokens after each site, by block."""
 
@@ -387,16 +390,18 @@ class _MacCounter:
         forward, slot = module.forward, getattr(module, "slot", None)
 
         def run(*args: Any, **options: Any) -> Any:
-            if options or not isinstance(args[0], Tensor):
+            given = _shapes((*args, *options.values()))
+            if given is None:
                 return forward(*args, **options)
-            key = what, tuple(args[0].shape)
+            key = what, given, tuple(options)
             if key in self._counted:
                 return self._pass_over(args[0], self._counted[key], slot, state)
             before, merges = self._counter.get_total_flops(), _entering(slot, state).merges
-            out = forward(*args)
+            out = forward(*args, **options)
             if isinstance(out, Tensor):
                 left = Tokens() if slot is None else state.left_by(slot.index)
-                added = Tokens(size=left.size, merges=left.merges[len(merges) :])
+                new = left.merges[len(merges) :]
+                added = Tokens(size=left.size, merges=new, positions=left.positions)
                 macs = (self._counter.get_total_flops() - before) // 2
                 self._counted[key] = _Counted(macs, tuple(out.shape), added)
             return out
@@ -409,8 +414,15 @@ class _MacCounter:
         self._passed += known.macs
         if slot is not None:
             merges = (*_entering(slot, state).merges, *known.tokens.merges)
-            state.leave(slot.index, Tokens(size=known.tokens.size, merges=merges))
+            state.leave(slot.index, dataclasses.replace(known.tokens, merges=merges))
         return x.new_empty(known.shape)
+
+
+def _shapes(given: tuple[Any, ...]) -> tuple[object, ...] | None:
+    """The shapes of what a module is given; None if that is more than tensors and switches."""
+    if not isinstance(given[0], Tensor) or not all(isinstance(x, _COUNTED) for x in given):
+        return None
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in given)
 
 
 def _entering(slot: Slot | None, state: TokenState) -> Tokens:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from timm.layers.attention_pool import AttentionPoolLatent
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from ltm.adapters.blocks import (
     revert_block_,
 )
 from ltm.adapters.conversion import Resizable
+from ltm.core.attention import size_bias
 from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -44,22 +46,29 @@ class MergingSequenceModel(Resizable):
         return features
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
-        """Averages weigh tokens by the patches they stand for; max pooling ignores padding."""
+        """Averages and attention weigh tokens by the patches they stand for.
+
+        Max pooling ignores padding.
+        """
         host, slot = cast("Any", self), self._last_slot()
         kind = host.global_pool if pool_type is None else pool_type
+        by_attention = host.attn_pool is not None
         tokens: Tokens = slot.state.recall(x) or slot.state.left_by(slot.index)
         size = tokens.size
-        if kind not in ("avg", "avgmax", "max") or size is None or size.shape[1] != x.shape[1]:
+        pools = by_attention or kind in ("avg", "avgmax", "max")
+        if not pools or size is None or size.shape[1] != x.shape[1]:
             return super().pool(x, pool_type)  # pyright: ignore[reportAttributeAccessIssue]
         require_sizes(size, x)
-        k = 0 if getattr(host, "pool_include_prefix", False) else host.num_prefix_tokens
-        x, size = x[:, k:], size[:, k:, None]
-        share = (size / size.sum(dim=1, keepdim=True)).to(x.dtype)
-        largest = x.masked_fill(size <= 0, -torch.inf).amax(dim=1) if "max" in kind else None
-        if kind == "max":
-            return cast("Tensor", largest)
-        mean = (x * share).sum(dim=1)
-        return mean if largest is None else 0.5 * (mean + largest)
+        k = self._num_unpooled()
+        x, size = x[:, k:], size[:, k:]
+        if by_attention:
+            return host.attn_pool(x, attn_mask=size_bias(size, x.dtype))
+        return pool_by_size(x, size, kind)
+
+    def _num_unpooled(self) -> int:
+        """How many of the leading tokens the pool leaves out."""
+        host = cast("Any", self)
+        return 0 if getattr(host, "pool_include_prefix", False) else host.num_prefix_tokens
 
     def forward_intermediates(  # noqa: PLR0917 - timm's own arguments, in its order
         self,
@@ -101,6 +110,16 @@ class MergingSequenceModel(Resizable):
         return restore_all(out) if isinstance(out, list) else (out[0], restore_all(out[1]))
 
 
+def pool_by_size(x: Tensor, size: Tensor, kind: str) -> Tensor:
+    """The mean token, the largest value of each channel ("max"), or half of both ("avgmax")."""
+    size = size[..., None]
+    largest = x.masked_fill(size <= 0, -torch.inf).amax(dim=1) if "max" in kind else None
+    if kind == "max":
+        return cast("Tensor", largest)
+    mean = (x * (size / size.sum(dim=1, keepdim=True)).to(x.dtype)).sum(dim=1)
+    return mean if largest is None else 0.5 * (mean + largest)
+
+
 class SequenceAdapter(Adapter):
     """A family whose networks run `blocks` on one sequence, prefix tokens first."""
 
@@ -108,14 +127,16 @@ class SequenceAdapter(Adapter):
     """What its networks become."""
     merging: ClassVar[dict[type[nn.Module], type[nn.Module]]]
     """What its blocks become."""
+    attention: ClassVar[tuple[type[nn.Module], ...]]
+    """The layers of attention that its blocks may have."""
 
     def network(self, model: nn.Module) -> Any:
         """The network itself, also inside timm's feature extractor or another module."""
         return next(module for module in model.modules() if isinstance(module, self.hosts))
 
-    def projection(self, block: Any) -> nn.Module:
-        """The layer of a block that makes queries, keys and values."""
-        return block.attn.qkv
+    def projections(self, block: Any) -> tuple[nn.Module, ...]:
+        """The layers of a block whose outputs tell queries and keys."""
+        return (block.attn.qkv,)
 
     def refusal(self, model: nn.Module) -> str | None:
         network = self.network(model)
@@ -127,6 +148,12 @@ class SequenceAdapter(Adapter):
             if type(block) not in (*self.merging, *self.merging.values()):
                 known = " and ".join(kind.__name__ for kind in self.merging)
                 return f"its blocks are {type(block).__name__}, and only plain {known} is known."
+            if type(block.attn) not in self.attention:
+                known = " and ".join(kind.__name__ for kind in self.attention)
+                return f"its attention is {type(block.attn).__name__}, and only {known} is known."
+        pool = getattr(network, "attn_pool", None)
+        if pool is not None and (type(pool) is not AttentionPoolLatent or pool.pos_embed is not None):
+            return f"its head pools by {type(pool).__name__}, which takes no token sizes."
         return None
 
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
@@ -145,7 +172,8 @@ class SequenceAdapter(Adapter):
         for block, slot in zip(host.blocks, make_slots(config, sites, state, starts), strict=True):
             slot.counting = config.counting()
             slot.opens = False  # The network opens the forward: it knows the shape of the image.
-            convert_block_(block, config, slot, self.merging[type(block)], self.projection(block))
+            merging = self.merging[type(block)]
+            convert_block_(block, config, slot, merging, *self.projections(block))
             block.class_token = host.cls_token is not None
         become_(host, self.models[type(host)])
 
@@ -156,7 +184,7 @@ class SequenceAdapter(Adapter):
         network, blocks, models = self.network(model), _inverse(self.merging), _inverse(self.models)
         for block in network.blocks:
             if type(block) in blocks:
-                revert_block_(block, blocks[type(block)], self.projection(block))
+                revert_block_(block, blocks[type(block)], *self.projections(block))
                 del block.class_token
         become_(network, models.get(type(network), type(network)))
 

@@ -62,15 +62,4 @@ class ViTAdapter(SequenceAdapter):
         VisionTransformerDistilled: MergingVisionTransformerDistilled,
     }
     merging: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {HostBlock: MergingBlock}
-
-    def refusal(self, model: nn.Module) -> str | None:
-        reason = super().refusal(model)
-        if reason is not None:
-            return reason
-        vit = self.network(model)
-        for block in vit.blocks:
-            if type(block.attn) is not Attention:
-                return f"its attention is {type(block.attn).__name__}, not plain Attention."
-        if vit.attn_pool is not None:
-            return "its head pools by attention, which does not know token sizes."
-        return None
+    attention: ClassVar[tuple[type[nn.Module], ...]] = (Attention,)

@@ -45,13 +45,17 @@ def attend(
     *,
     mask: Tensor | None = None,
     is_causal: bool = False,
+    **options: Any,
 ) -> Float[Tensor, "b t c"]:
     """The layer's output where a token counts as often as its size, to a power, says.
 
-    Masks are for tokens that all count alike.
+    Masks are for tokens that all count alike. What else the layer takes, such as rotary positions,
+    is handed on to it.
     """
     if size is None:
-        return layer(x, attn_mask=mask, is_causal=is_causal)
+        return layer(x, attn_mask=mask, is_causal=is_causal, **options)
+    if options:
+        return layer(x, attn_mask=size_bias(size, x.dtype, power), **options)
     learned = layer.qkv.parameters() if torch.is_grad_enabled() else ()
     narrow = cast("Any", layer).head_dim <= _MAX_HEAD
     if not (narrow and _is_plain(layer) and uses_triton(x, *learned)):
@@ -80,10 +84,29 @@ def attention_hints(
     if needs <= {"importance"}:
         return found
     query, key = _queries_and_keys(layer, qkv)
+    others = needs - {"importance"}
+    return found | hints_of(query, key, layer.scale, size, others, power, class_token=class_token)
+
+
+def hints_of(
+    query: Float[Tensor, "b t h d"],
+    key: Float[Tensor, "b t h d"],
+    scale: float,
+    size: Float[Tensor, "_ t"] | None,
+    needs: AbstractSet[str],
+    power: float = 1.0,
+    *,
+    class_token: bool,
+) -> dict[str, Tensor]:
+    """What a merger needs, from what a layer of attention compares."""
+    found: dict[str, Tensor] = {}
+    if "importance" in needs:
+        asking = query[:, :1] if class_token else query.mean(dim=1, keepdim=True)
+        found["importance"] = _received(asking, key, scale, size, power).mean(dim=1)
     if "keys" in needs:
         found["keys"] = key.mean(dim=2)
     if "attention" in needs:
-        received = _received(query, key, layer.scale, size, power)
+        received = _received(query, key, scale, size, power)
         # Tokens that are masked out ask no questions.
         asks = received.new_ones(1, received.shape[1]) if size is None else (size > 0).float()
         found["attention"] = ((asks / asks.sum(1, keepdim=True))[:, None] @ received)[:, 0]
@@ -104,8 +127,10 @@ def importance(
     if fits and _is_plain(layer) and uses_triton(qkv):
         return _importance(qkv, size, layer.num_heads, layer.scale, power)
     query, key = _queries_and_keys(layer, qkv)
-    asking = query[:, :1] if class_token else query.mean(dim=1, keepdim=True)
-    return _received(asking, key, layer.scale, size, power).mean(dim=1)
+    only = {"importance"}
+    return hints_of(query, key, layer.scale, size, only, power, class_token=class_token)[
+        "importance"
+    ]
 
 
 def _queries_and_keys(

@@ -19,11 +19,12 @@ _REPLACING = threading.RLock()
 def meta_copy(model: nn.Module) -> nn.Module:
     """A structural copy of the model whose tensors live on `meta`: no weight is read or copied.
 
-    It is of single precision, as its images are, whatever the model's own.
+    It is of single precision, as its images are, whatever the model's own. Nothing has a gradient:
+    torch's counter cannot take views of parameters that do.
     """
     memo: dict[int, object] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_shape(parameter), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(_shape(parameter), requires_grad=False)
     for buffer in model.buffers():
         memo[id(buffer)] = _shape(buffer)
     return copy.deepcopy(model, memo)

@@ -419,6 +419,7 @@ def _merge_at(
         weight=weight,
         num_places=match.leaves.shape[1] - match.num_leaving,
         keep_norm=keep_norm,
+        leaves=match.leaves,
         num_prefix=match.num_prefix,
     )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -83,6 +83,12 @@ class Merge(ABC):
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         """How many original patches each merged token stands for, given the sizes before."""
 
+    def kept(self) -> Int[Tensor, "_ kp"]:
+        """The token in whose place each merged token stands: here the one that weighs most."""
+        most = self.weights().argmax(dim=1) + self.num_prefix
+        prefix = torch.arange(self.num_prefix, device=most.device).expand(most.shape[0], -1)
+        return torch.cat([prefix, most], dim=1)
+
     def apply(
         self,
         x: Float[Tensor, "b kn c"],
@@ -110,6 +116,8 @@ class MatchedMerge(Merge):
     """Tokens after the merge, prefix included."""
     keep_norm: bool = False
     """Give each merged token the largest norm of its group (averaging shrinks norms)."""
+    leaves: Bool[Tensor, "b kn"] | None = None
+    """Who joins another token, where the match has told."""
     order: tuple[Int[Tensor, "b kp"], Int[Tensor, "b r"]] | None = None
     """Who stays and who leaves, where a kernel has told: then another one does the merge."""
 
@@ -164,6 +172,18 @@ class MatchedMerge(Merge):
         """Sums of sizes, without those of tokens that are pruned."""
         counted = size.expand(self.assignment.shape[0], -1) * (self.weight > 0)
         return self._add(counted[..., None])[..., 0]
+
+    def kept(self) -> Int[Tensor, "b kp"]:
+        """The token of each group that stayed."""
+        if self.order is not None:
+            return self.order[0].long()
+        if self.leaves is None:
+            return super().kept()
+        itself = torch.arange(self.assignment.shape[1], device=self.assignment.device)
+        # Tokens that leave all write to one place more, which is cut off.
+        place = self.assignment.masked_fill(self.leaves, self.num_places)
+        found = place.new_zeros(place.shape[0], self.num_places + 1)
+        return found.scatter(1, place, itself.expand_as(place))[:, :-1]
 
     def _total(self) -> Float[Tensor, "b kp 1"]:
         """The weight of each group."""

@@ -155,6 +155,9 @@ class MaskedMerge(Merge):
     def sizes(self, size: Float[Tensor, "_ t"]) -> Float[Tensor, "_ t"]:
         return self._add(size.expand_as(self.moves)[..., None])[..., 0] * self.stays
 
+    def kept(self) -> Int[Tensor, "1 t"]:
+        return torch.arange(self.partner.shape[1], device=self.partner.device)[None]
+
 
 class LTMPMerger(Merger):
     """A merge threshold and a prune threshold."""
@@ -252,6 +255,7 @@ def _compact(merge: MaskedMerge, places: Int[Tensor, "b t"]) -> Decision:
         assignment=rank.gather(1, place),
         weight=merge.size * counted,
         num_places=longest,
+        leaves=~alive,
         num_prefix=merge.num_prefix,
     )
     return Decision(merge=compact, carry=places.gather(1, order[:, :longest]))
