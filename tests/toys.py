@@ -51,6 +51,7 @@ def _eva(**arguments: object) -> nn.Module:
     """DINOv3 in small."""
     settings = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 2}
     rotary = {"use_rot_pos_emb": True, "use_abs_pos_emb": False, "rope_type": "dinov3"}
+    settings["head_init_scale"] = 1.0
     return Eva(**{**settings, **rotary, "num_classes": NUM_CLASSES, **arguments})
 
 
@@ -65,7 +66,10 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     ),
     "headless": lambda: _vit(num_classes=0),
     "attention_pooled": lambda: _vit(class_token=False, global_pool="map"),
-    "eva": lambda: _eva(num_reg_tokens=4, init_values=0.1, qkv_bias=False, attn_type="rope"),
+    "eva": lambda: _eva(num_reg_tokens=4, init_values=0.1, attn_type="rope", global_pool="token"),
+    "eva02": lambda: _eva(
+        rope_type="mixed", qkv_fused=False, swiglu_mlp=True, scale_mlp=True, global_pool="map"
+    ),
 }
 GRIDS: dict[str, Callable[[], nn.Module]] = {
     "swin": _swin,

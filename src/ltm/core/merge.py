@@ -180,9 +180,10 @@ class MatchedMerge(Merge):
         if self.leaves is None:
             return super().kept()
         itself = torch.arange(self.assignment.shape[1], device=self.assignment.device)
-        # Tokens that leave all write to one place more, which is cut off.
+        # Tokens that leave all write to one place more, which is cut off. Where nobody stayed there
+        # is padding, and any patch will do.
         place = self.assignment.masked_fill(self.leaves, self.num_places)
-        found = place.new_zeros(place.shape[0], self.num_places + 1)
+        found = place.new_full((place.shape[0], self.num_places + 1), self.num_prefix)
         return found.scatter(1, place, itself.expand_as(place))[:, :-1]
 
     def _total(self) -> Float[Tensor, "b kp 1"]:
