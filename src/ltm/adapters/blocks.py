@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+from timm.layers.norm import LayerNorm
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -439,9 +440,19 @@ class RecordedConv2d(RecordedProjection, nn.Conv2d):
     """A recorded convolution."""
 
 
+class RecordedIdentity(RecordedProjection, nn.Identity):
+    """A recorded place where queries or keys could be normalised, and are not."""
+
+
+class RecordedLayerNorm(RecordedProjection, LayerNorm):
+    """A recorded norm of queries or keys."""
+
+
 _RECORDED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: RecordedLinear,
     nn.Conv2d: RecordedConv2d,
+    nn.Identity: RecordedIdentity,
+    LayerNorm: RecordedLayerNorm,
 }
 
 

@@ -152,7 +152,9 @@ class SequenceAdapter(Adapter):
                 known = " and ".join(kind.__name__ for kind in self.attention)
                 return f"its attention is {type(block.attn).__name__}, and only {known} is known."
         pool = getattr(network, "attn_pool", None)
-        if pool is not None and (type(pool) is not AttentionPoolLatent or pool.pos_embed is not None):
+        if pool is not None and (
+            type(pool) is not AttentionPoolLatent or pool.pos_embed is not None
+        ):
             return f"its head pools by {type(pool).__name__}, which takes no token sizes."
         return None
 

@@ -88,7 +88,7 @@ def attention_hints(
     return found | hints_of(query, key, layer.scale, size, others, power, class_token=class_token)
 
 
-def hints_of(
+def hints_of(  # noqa: PLR0917 - in the order of the others
     query: Float[Tensor, "b t h d"],
     key: Float[Tensor, "b t h d"],
     scale: float,
