@@ -553,9 +553,7 @@ def test_a_site_hands_on_to_later_ones_of_its_stage(merging, starts, taken_up):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(
-    "name", [n for n in SEQUENCES if n != "eva02"]
-)  # timm's takes no empty one
+@pytest.mark.parametrize("name", [n for n in SEQUENCES if n != "eva02"])
 @pytest.mark.parametrize("method", sorted(methods()))
 def test_an_empty_batch_gives_an_empty_result(method, name, frozen):
     """As without merging. In 0.1.0 LTMP looked for the longest of no images: a RuntimeError."""
