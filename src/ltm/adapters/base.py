@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -115,6 +116,10 @@ class Adapter(ABC):
     def revert_(self, model: nn.Module) -> None:
         """Undo `convert_`."""
 
+    def networks(self) -> tuple[type[nn.Module], ...]:
+        """Classes of networks that `config.json` of a saved folder may name, besides timm's."""
+        return ()
+
     def host_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Arguments with which timm makes the network again, besides those of all networks."""
         return {}
@@ -167,8 +172,19 @@ def adapter_of(family: str) -> Adapter:
     return next(adapter for adapter in _ADAPTERS if adapter.family == family)
 
 
+_FAMILIES_OF = {"transformers": "ltm.adapters.transformers"}
+"""Families of other packages, which are imported when a network of theirs comes."""
+
+
+def import_families(packages: Iterable[str]) -> None:
+    """Make the families of these packages known, where there are any."""
+    for package in set(packages) & _FAMILIES_OF.keys():
+        import_module(_FAMILIES_OF[package])
+
+
 def select_adapter(model: nn.Module) -> Adapter:
     """The family that a model belongs to; what cannot be converted is refused by name."""
+    import_families(type(module).__module__.partition(".")[0] for module in model.modules())
     for adapter in _ADAPTERS:
         if adapter.finds(model):
             reason = adapter.refusal(model)

@@ -69,6 +69,21 @@ def macs_without(model: nn.Module, image_size: tuple[int, int]) -> int:
     return count_macs(shadow, meta_images(shadow, image_size))
 
 
+def described(model: nn.Module) -> dict[str, Any]:
+    """How a converted model merges, as plain values: the entry `token_merging` of a folder."""
+    done: Conversion = getattr(model, ATTRIBUTE)
+    return {
+        **done.config.to_dict(),
+        "image_size": done.image_size,
+        "blocks": [site.block for site in done.sites],
+        "token_counts": [site.grid_out or site.num_out for site in done.sites],
+        "active": [merger.active for merger in mergers_of(model).values()],
+        "frozen": done.frozen,
+        "macs_before": done.macs_before,
+        "macs_after": done.macs_after,
+    }
+
+
 @torch.no_grad()
 def adopt_(model: nn.Module, learned: dict[str, Merger]) -> None:
     """Hand what earlier mergers have learned to those that took their places."""

@@ -212,6 +212,10 @@ def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) 
     known = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     if "input_size" in known:
         return tuple(known["input_size"][-2:])
+    for module in model.modules():
+        size: Any = getattr(getattr(module, "config", None), "image_size", None)
+        if size is not None:  # a network of transformers
+            return _pixels(size)
     raise ValueError("image_size: the model does not say; give it, for example image_size=224.")
 
 

@@ -1,0 +1,326 @@
+"""What the vision towers of transformers share: layers, embeddings, pooling and saving.
+
+Their layers are all the same two halves, attention and MLP, under different names, and their
+attention takes a mask to which the sizes of tokens are added. So a family says what its halves are
+called, and which classes it covers.
+
+transformers knows classes by their names: in `config.json`, for device maps and for hidden states.
+The class that a module gets therefore bears the name of the one it had.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from ltm.adapters.base import Adapter, Block, Layout, Run
+from ltm.adapters.blocks import (
+    MergingMixin,
+    Slot,
+    Tokens,
+    TokenState,
+    become_,
+    convert_block_,
+    make_slots,
+    revert_block_,
+)
+from ltm.adapters.conversion import ATTRIBUTE, described
+from ltm.adapters.sequences import pool_by_size
+from ltm.core.attention import hints_of, size_bias
+from ltm.methods.base import MethodConfig, Site
+
+_BIASED = ("sdpa", "eager")
+"""The implementations of attention that take a mask of numbers."""
+
+
+class Swapped(nn.Module):
+    """The first base of a class that was made for a host's; see `swapped`."""
+
+    swapped: ClassVar[tuple[type[Swapped], type[nn.Module]]]
+    """What the class was made of."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _revived, type(self).swapped, self.__dict__
+
+
+@functools.cache
+def swapped(own: type[Swapped], host: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of both that bears the host's name."""
+    names = {"__module__": host.__module__, "__qualname__": host.__qualname__}
+    return type(host.__name__, (own, host), {**names, "swapped": (own, host)})
+
+
+def _revived(own: type[Swapped], host: type[nn.Module]) -> nn.Module:
+    kind = swapped(own, host)
+    return kind.__new__(kind)
+
+
+def host_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has in transformers."""
+    return module.swapped[1] if isinstance(module, Swapped) else type(module)
+
+
+# --- The parts of a converted tower --------------------------------------------------------------
+
+
+class MergingLayer(Swapped, MergingMixin):
+    """A layer that merges its attention output."""
+
+    class_token: bool
+
+    def attended(self, x: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """The first half, up to its residual."""
+        raise NotImplementedError
+
+    def transformed(self, z: Tensor) -> Tensor:
+        """The second half, up to its residual."""
+        raise NotImplementedError
+
+    def self_attention(self) -> Any:
+        """The layer of attention."""
+        return cast("Any", self).attention
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        x, tokens = hidden_states, self.entering(hidden_states)
+        context = self.context(tokens, options)
+        mask = self.mask(attention_mask, tokens, x.dtype)
+        z = x + self.attended(x, mask, **{**options, **context})
+        z, *_ = self.merge(z, tokens, **context)
+        return z + self.transformed(z)
+
+    def context(self, tokens: Tokens, options: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the attention that depend on which tokens there are."""
+        return {}
+
+    def mask(self, given: Tensor | None, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores of the attention: the log of the sizes, or a mask."""
+        if tokens.merges and torch.compiler.is_exporting():
+            given = None  # Exporting, transformers makes a mask of ones where none was given.
+        if given is not None and tokens.merges:
+            raise ValueError("attention_mask: masks of the original tokens do not fit merged ones.")
+        if tokens.size is None or not self.slot.proportional:
+            return given
+        chosen = self.self_attention().config._attn_implementation  # noqa: SLF001
+        if chosen not in _BIASED:
+            raise ValueError(_unbiased(chosen))
+        return size_bias(tokens.size, dtype, self.slot.counting)
+
+    def look(
+        self, query: Tensor, key: Tensor, size: Tensor | None, needs: frozenset[str], **context: Any
+    ) -> dict[str, Tensor]:
+        layer = self.self_attention()
+        heads = (-1, layer.head_dim)
+        scale = getattr(layer, "scaling", None) or layer.scale
+        query, key = query.unflatten(-1, heads), key.unflatten(-1, heads)
+        found = {"keys": key.mean(dim=2)} if "keys" in needs else {}
+        needs = needs - {"keys"}
+        if needs:
+            query, key = self.compared(query, key, **context)
+            power, first = self.slot.counting, self.class_token
+            found |= hints_of(query, key, scale, size, needs, power, class_token=first)
+        return found
+
+    def compared(self, query: Tensor, key: Tensor, **context: Any) -> tuple[Tensor, Tensor]:
+        """What the attention compares, `b t h d`."""
+        return query, key
+
+
+def _unbiased(implementation: str) -> str:
+    return (
+        f"its attention is {implementation!r}, which takes no token sizes; load it with "
+        "attn_implementation='sdpa'."
+    )
+
+
+class MergingEmbeddings(Swapped):
+    """Embeddings that open the forward: here the shape of the image is known."""
+
+    opened: TokenState
+    patch: tuple[int, int]
+
+    def forward(self, pixel_values: Tensor, *args: Any, **options: Any) -> Tensor:
+        height, width = pixel_values.shape[-2:]
+        self.opened.open((height // self.patch[0], width // self.patch[1]))
+        return super().forward(pixel_values, *args, **options)
+
+
+class SizedAttention(Swapped):
+    """The attention of a pooling head: a token counts as often as its size says."""
+
+    sized: Slot
+    """Of the last layer."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        tokens = self.sized.state.left_by(self.sized.index)
+        if tokens.size is not None:
+            heads = cast("Any", self).num_heads
+            bias = size_bias(tokens.size, query.dtype)[:, 0].expand(key.shape[0], -1, -1)
+            options["attn_mask"] = bias.repeat_interleave(heads, dim=0)
+        return super().forward(query, key, value, **options)
+
+
+class MergingModel(Swapped):
+    """A converted network: what `save_pretrained` writes can be read by `ltm.load`."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As in transformers; `config.json` says how the network merges."""
+        config = cast("Any", self).config
+        options = {"save_original_format": False, **options}  # `ltm.load` knows no others
+        if hasattr(self, ATTRIBUTE):
+            config.token_merging = described(self)
+        try:
+            super().save_pretrained(save_directory, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            vars(config).pop("token_merging", None)
+
+
+class MeanPooled(MergingModel):
+    """A converted classifier that reads the mean of the patch tokens: here they weigh by size."""
+
+    pooled: Slot
+    """Of the last layer."""
+    num_prefix: int
+    reads_class_token: bool
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **options: Any
+    ) -> ImageClassifierOutput:
+        host, tower = cast("Any", self), next(_pretrained(*self.children()))
+        outputs = tower(pixel_values, **options)
+        x, k = outputs.last_hidden_state, self.num_prefix
+        size = self.pooled.state.left_by(self.pooled.index).size
+        mean = x[:, k:].mean(dim=1) if size is None else pool_by_size(x[:, k:], size[:, k:], "avg")
+        logits = host.classifier(torch.cat([x[:, 0], mean], 1) if self.reads_class_token else mean)
+        loss = None if labels is None else host.loss_function(labels, logits, host.config)
+        return ImageClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+# --- The family ----------------------------------------------------------------------------------
+
+
+def _pretrained(*modules: nn.Module) -> Iterator[Any]:
+    return (module for module in modules if isinstance(module, PreTrainedModel))
+
+
+class TowerAdapter(Adapter):
+    """A family of towers; `hosts` are the towers themselves."""
+
+    layers: ClassVar[tuple[type[nn.Module], ...]]
+    layer: ClassVar[type[MergingLayer]]
+    """What its layers become."""
+    heads: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """Networks that hold a tower, and read its class token or its pooled output."""
+    mean_pooled: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """Those that read the mean of its patch tokens."""
+    reads_class_token: ClassVar[bool] = False
+    """Whether those read the class token too."""
+
+    def tower(self, model: nn.Module) -> Any:
+        """The part that sees images."""
+        return next(module for module in model.modules() if isinstance(module, self.hosts))
+
+    def units(self, model: nn.Module) -> list[Any]:
+        return [m for m in self.tower(model).modules() if isinstance(m, self.layers)]
+
+    def networks(self) -> tuple[type[nn.Module], ...]:
+        return (*self.hosts, *self.heads, *self.mean_pooled)
+
+    def refusal(self, model: nn.Module) -> str | None:
+        towers = [name for name, m in model.named_modules() if isinstance(m, self.hosts)]
+        if len(towers) > 1:
+            return f"it holds more than one tower, {', '.join(towers)}; convert each by itself."
+        known = self.networks()
+        top, tower = next(_pretrained(*model.modules())), self.tower(model)
+        if host_of(top) not in known:
+            part = f"; convert its part {towers[0]}" if towers[0] else ""
+            return f"{host_of(top).__name__} is a variant that is not known here{part}."
+        other = {host_of(layer).__name__ for layer in self.units(model)} - {
+            layer.__name__ for layer in self.layers
+        }
+        if other:
+            return f"its layers are {', '.join(sorted(other))}, a variant that is not known here."
+        chosen = tower.config._attn_implementation  # noqa: SLF001
+        return None if chosen in _BIASED else _unbiased(chosen)
+
+    def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
+        tower, patch = self.tower(model), _patch(self.tower(model))
+        height, width = image_size[0] // patch[0], image_size[1] // patch[1]
+        paths = {module: name for name, module in model.named_modules()}
+        width_ = tower.config.hidden_size
+        blocks = tuple(Block(paths[m], m, width_, stage=0) for m in self.units(model))
+        run = Run(height * width, (height, width), tuple(range(len(blocks))))
+        return Layout(blocks, num_prefix(tower), self.num_classes(model), (run,))
+
+    def num_classes(self, model: nn.Module) -> int:
+        if hasattr(model, "num_classes"):
+            return int(cast("Any", model).num_classes)
+        top = next(_pretrained(*model.modules()))
+        return int(getattr(top, "num_labels", 0))
+
+    def projections(self, layer: MergingLayer | Any) -> tuple[nn.Module, ...]:
+        """The layers that make queries and keys."""
+        attention = self.layer.self_attention(layer)
+        return attention.q_proj, attention.k_proj
+
+    def convert_(
+        self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
+    ) -> None:
+        tower, layers = self.tower(model), self.units(model)
+        slots = make_slots(config, sites, state, [index == 0 for index in range(len(layers))])
+        for layer, slot in zip(layers, slots, strict=True):
+            slot.counting = config.counting()
+            slot.opens = False  # The embeddings open the forward.
+            kind = swapped(self.layer, type(layer))
+            convert_block_(layer, config, slot, kind, *self.projections(layer))
+            layer.class_token = num_prefix(tower) > 0
+        tower.embeddings.opened, tower.embeddings.patch = state, _patch(tower)
+        become_(tower.embeddings, swapped(MergingEmbeddings, type(tower.embeddings)))
+        if hasattr(tower, "head"):
+            tower.head.attention.sized = slots[-1]
+            become_(tower.head.attention, swapped(SizedAttention, type(tower.head.attention)))
+        top = next(_pretrained(*model.modules()))
+        if type(top) in self.mean_pooled:
+            top.pooled, top.num_prefix = slots[-1], num_prefix(tower)
+            top.reads_class_token = self.reads_class_token
+            become_(top, swapped(MeanPooled, type(top)))
+        else:
+            become_(top, swapped(MergingModel, type(top)))
+
+    def revert_(self, model: nn.Module) -> None:
+        for layer in self.units(model):
+            revert_block_(layer, host_of(layer), *self.projections(layer))
+            del layer.class_token
+        for module in model.modules():
+            for name in ("opened", "patch", "sized", "pooled", "num_prefix", "reads_class_token"):
+                if isinstance(module, Swapped):
+                    vars(module).pop(name, None)
+            become_(module, host_of(module))
+
+
+def _patch(tower: Any) -> tuple[int, int]:
+    """The sides of a patch."""
+    convolutions = (m for m in tower.embeddings.modules() if isinstance(m, nn.Conv2d))
+    height, width = next(convolutions).kernel_size
+    return height, width
+
+
+def num_prefix(tower: Any) -> int:
+    """How many tokens stand before the patches."""
+    names = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
+    tokens = [getattr(tower.embeddings, name, None) for name in names]
+    return sum(1 if token.ndim == 1 else token.shape[1] for token in tokens if token is not None)

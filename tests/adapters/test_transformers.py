@@ -1,0 +1,243 @@
+"""Vision towers of transformers: what holds for timm's networks holds for them."""
+
+import copy
+import dataclasses
+import functools
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ltm
+from ltm.methods import methods
+from toys import pictures
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4}
+VISION = {**SIZES, "intermediate_size": 64, "image_size": 48, "patch_size": 8}
+DINO = {**SIZES, "mlp_ratio": 2, "image_size": 48, "patch_size": 8, "num_labels": 10}
+TEXT = {**SIZES, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 99}
+TEXT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+CLASSES = {"num_labels": 10}
+BOTH = {"vision_config": VISION, "text_config": TEXT, **CLASSES}
+TOWERS = {
+    "vit": ("ViTForImageClassification", "ViTConfig", {**VISION, **CLASSES}),
+    "vit_alone": ("ViTModel", "ViTConfig", VISION),
+    "deit": ("DeiTForImageClassificationWithTeacher", "DeiTConfig", {**VISION, **CLASSES}),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", DINO),
+    "registers": (
+        "Dinov2WithRegistersForImageClassification",
+        "Dinov2WithRegistersConfig",
+        {**DINO, "use_swiglu_ffn": True},
+    ),
+    "dinov3": ("DINOv3ViTModel", "DINOv3ViTConfig", {**VISION, "num_register_tokens": 2}),
+    "clip": ("CLIPVisionModel", "CLIPVisionConfig", VISION),
+    "clip_projected": ("CLIPVisionModelWithProjection", "CLIPVisionConfig", VISION),
+    "clip_classes": ("CLIPForImageClassification", "CLIPConfig", BOTH),
+    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", VISION),
+    "siglip_classes": ("SiglipForImageClassification", "SiglipConfig", BOTH),
+}
+
+
+def tower(name):
+    return copy.deepcopy(_tower(name))
+
+
+@functools.cache
+def _tower(name):
+    torch.manual_seed(0)
+    kind, config, settings = TOWERS[name]
+    model = getattr(transformers, kind)(getattr(transformers, config)(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def run(model, images, **options):
+    out = model(images, **options)
+    names = ("logits", "image_embeds", "pooler_output")
+    return next(getattr(out, name) for name in names if getattr(out, name, None) is not None)
+
+
+IMAGES = pictures("vit", batch=3)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_a_tower_is_converted_and_given_back(name, method):
+    model, kind = tower(name), methods()[method]
+    before, keys = run(model, IMAGES), list(model.state_dict())
+    held = [(type(module), set(vars(module))) for module in model.modules()]
+    ltm.merge_tokens_(model, kind(ratio=1))
+    assert torch.equal(run(model, IMAGES), before)
+    ltm.unmerge_tokens_(model)
+    report = ltm.merge_tokens_(model, kind(ratio=0.8))
+    assert 0.7 < report.share <= 0.8
+    after = run(model, IMAGES)
+    assert (after - before).abs().max() > 1e-6 or method == "ltmp"
+    alone = torch.cat([run(model, image[None]) for image in IMAGES])
+    torch.testing.assert_close(alone, after, atol=1e-5, rtol=1e-4)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(twin, IMAGES), after)
+    result = model.load_state_dict(tower(name).state_dict())
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    ltm.unmerge_tokens_(model)
+    assert list(model.state_dict()) == keys
+    assert [(type(module), set(vars(module))) for module in model.modules()] == held
+    assert torch.equal(run(model, IMAGES), before)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_hidden_states_are_merged_ones(name):
+    model = tower(name)
+    ltm.merge_tokens_(model, ltm.LTM(num_tokens=20))
+    before = run(model, IMAGES)
+    hidden = model(IMAGES, output_hidden_states=True).hidden_states
+    prefix = model.token_merging.sites[0].num_prefix
+    assert [x.shape[1] - prefix for x in hidden[:1] + hidden[-2:]] == [36, 20, 20]
+    assert torch.equal(run(model, IMAGES), before)
+
+
+@pytest.mark.parametrize(
+    "name", ["dinov2", "registers", "clip_classes", "siglip", "siglip_classes"]
+)
+def test_pools_count_a_token_as_often_as_its_size(name):
+    """If all counted once, it would say something else."""
+    model = tower(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    slot = [module.slot for module in model.modules() if hasattr(module, "slot")][-1]
+    merged = run(model, IMAGES)
+    seen = slot.state.left_by(slot.index)
+    left_by = type(slot.state).left_by
+
+    def all_ones(state, index):
+        found = left_by(state, index)
+        return dataclasses.replace(found, size=torch.ones_like(seen.size))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(slot.state), "left_by", all_ones)
+        assert (run(model, IMAGES) - merged).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "dinov3", "siglip"])
+def test_gradient_checkpointing_gives_the_same_gradients(name):
+    gradients = []
+    for checkpointing in (False, True):
+        model = tower(name).train()
+        ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(0)  # In training DINOv3 varies its positions.
+        out = model(IMAGES)
+        out = out.logits if hasattr(out, "logits") else out.pooler_output
+        out.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.exhaustive
+def test_towers_compile_whole_and_are_exported():
+    """In a process without shape assertions, which cannot be traced."""
+    code = "import test_transformers; test_transformers.trace()"
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def trace():
+    for name in ("vit", "dinov2", "dinov3", "clip", "siglip"):
+        model = tower(name)
+        ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(run(compiled, IMAGES), run(model, IMAGES))
+        batch = ({0: torch.export.Dim("batch")},)
+        exported = torch.export.export(model, (IMAGES,), dynamic_shapes=batch).module()
+        torch.testing.assert_close(run(exported, IMAGES[:2]), run(model, IMAGES[:2]))
+
+
+def test_what_cannot_be_converted_is_refused():
+    model = transformers.CLIPModel(transformers.CLIPConfig(**BOTH))
+    with pytest.raises(ValueError, match=r"CLIPModel is a variant .* its part vision_model"):
+        ltm.merge_tokens_(model, ltm.LTM())
+    ltm.merge_tokens_(model.vision_model, ltm.LTM())
+    tokens = torch.tensor([[1, 5, 2]])
+    assert model(tokens, IMAGES).logits_per_image.shape == (3, 1)
+    flex = tower("vit")
+    flex.vit.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="'flex_attention', which takes no token sizes"):
+        ltm.merge_tokens_(flex, ltm.LTM())
+    model = tower("vit")
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    with pytest.raises(ValueError, match="do not fit merged ones"):
+        run(model, IMAGES, attention_mask=(torch.rand(3, 37) > 0.5))
+
+
+def test_transformers_is_not_imported_for_others():
+    code = (
+        "import sys, timm, torch, ltm; "
+        "ltm.merge_tokens_(timm.create_model('vit_tiny_patch16_224', depth=2), ltm.ToMe()); "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.real
+@torch.no_grad()
+def test_vit_tiny_says_the_same_as_timms(real_data):
+    import timm
+    from safetensors.torch import load_file
+
+    weights = load_file(real_data / "vit_tiny_patch16_224.fp16.safetensors")
+    weights = {name: value.float() for name, value in weights.items()}
+    theirs = timm.create_model("vit_tiny_patch16_224").eval()
+    theirs.load_state_dict(weights)
+    settings = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+    config = transformers.ViTConfig(**settings, layer_norm_eps=1e-6, num_labels=1000)
+    ours = transformers.ViTForImageClassification(config).eval()
+    ours.load_state_dict(_renamed(weights))
+    images = nn.functional.interpolate(torch.randn(4, 3, 28, 28), (224, 224), mode="bilinear")
+    torch.testing.assert_close(ours(images).logits, theirs(images), atol=1e-5, rtol=1e-5)
+    for model in (ours, theirs):
+        ltm.merge_tokens_(model, ltm.LTM(ratio=0.7))
+    assert ours.token_merging.sites == theirs.token_merging.sites
+    torch.testing.assert_close(ours(images).logits, theirs(images), atol=1e-5, rtol=1e-5)
+
+
+def _renamed(weights):
+    """timm's keys as transformers has them."""
+    names = {
+        "cls_token": "embeddings.cls_token",
+        "pos_embed": "embeddings.position_embeddings",
+        "patch_embed.proj.": "embeddings.patch_embeddings.projection.",
+        "blocks.": "layers.",
+        ".norm1.": ".layernorm_before.",
+        ".norm2.": ".layernorm_after.",
+        ".attn.proj.": ".attention.o_proj.",
+        ".mlp.": ".mlp.",
+    }
+    found = {}
+    for name, value in weights.items():
+        if name.startswith("head."):
+            found[name.replace("head.", "classifier.")] = value
+            continue
+        new = "layernorm" + name[4:] if name.startswith("norm.") else name
+        for old, other in names.items():
+            new = new.replace(old, other)
+        if ".attn.qkv." in new:
+            for part, third in zip("qkv", value.chunk(3), strict=True):
+                found["vit." + new.replace(".attn.qkv.", f".attention.{part}_proj.")] = third
+        else:
+            found["vit." + new] = value
+    return found
