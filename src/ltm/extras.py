@@ -17,6 +17,7 @@ _EXTRA_OF = {
     "matplotlib": "report",
     "lightning": "train",
     "peft": "train",
+    "transformers": "transformers",
     "tensorboard": "train",
     "onnx": "export",
     "onnxruntime": "export",

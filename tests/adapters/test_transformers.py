@@ -1,8 +1,10 @@
 """Vision towers of transformers: what holds for timm's networks holds for them."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import os
 import pickle
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import ltm
@@ -144,6 +147,65 @@ def test_gradient_checkpointing_gives_the_same_gradients(name):
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_what_ltm_or_transformers_saved_is_loaded_by_both(name, tmp_path):
+    model = tower(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    classes = model.token_merging.sites[0].num_classes
+    if classes:
+        ltm.collect_statistics_(model, [(IMAGES, torch.arange(3))])
+    expected, settings = run(model, IMAGES), model.config.to_dict()
+    ltm.save(model, tmp_path / "ltm")
+    model.save_pretrained(tmp_path / "transformers")
+    for folder in tmp_path.iterdir():
+        again = ltm.load(folder)
+        assert torch.equal(run(again, IMAGES), expected)
+        assert again.token_merging.config == model.token_merging.config
+        with transformers_quiet():
+            plain = type(tower(name)).from_pretrained(folder)
+        assert torch.equal(run(plain, IMAGES), run(tower(name), IMAGES))
+    assert model.config.to_dict().keys() - settings.keys() <= {"architectures", "dtype"}
+    frozen = ltm.freeze_(model)
+    frozen.save_pretrained(tmp_path / "frozen")
+    assert torch.equal(run(ltm.load(tmp_path / "frozen"), IMAGES), run(frozen, IMAGES))
+
+
+@contextlib.contextmanager
+def transformers_quiet():
+    """It tells about the tensors of mergers, which it leaves out."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def test_a_folder_of_another_network_is_refused(tmp_path):
+    model = tower("vit")
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    ltm.save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, match in (
+        ({"architectures": ["TimmBackbone"]}, "known are"),
+        ({"hidden_size": 10**9}, "a number up to"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError, match=match):
+            ltm.load(tmp_path, verify=False)
+
+
+def test_a_pipeline_takes_a_converted_classifier():
+    model = tower("vit")
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    processor = transformers.ViTImageProcessor(size={"height": 48, "width": 48})
+    classify = transformers.pipeline(
+        "image-classification", model=model, image_processor=processor, device="cpu"
+    )
+    image = Image.fromarray((255 * torch.rand(60, 50, 3)).byte().numpy())
+    found = classify(image, top_k=10)
+    logits = run(model, processor(image, return_tensors="pt")["pixel_values"])
+    assert found[0]["score"] == pytest.approx(float(logits.softmax(-1).max()), abs=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -120,6 +120,10 @@ class Adapter(ABC):
         """Classes of networks that `config.json` of a saved folder may name, besides timm's."""
         return ()
 
+    def saved_entries(self, model: nn.Module) -> dict[str, Any] | None:
+        """What `config.json` says of such a network; None where timm makes it by its name."""
+        return None
+
     def host_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Arguments with which timm makes the network again, besides those of all networks."""
         return {}

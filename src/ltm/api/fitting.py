@@ -215,6 +215,7 @@ def _observe(model: nn.Module, images: Tensor, labels: Tensor | None) -> int:
     device = next(model.parameters()).device
     with evaluating(model), watching(model) as records:
         scores = model(images.to(device))
+    scores = getattr(scores, "logits", scores)  # what networks of transformers give
     require_finite_images(scores, "loader: the model's scores")
     predictions = scores.argmax(dim=1)
     known = predictions if labels is None else labels.to(device)

@@ -24,8 +24,10 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ltm.adapters.base import adapters, import_families
 from ltm.core.finite import require_finite
 from ltm.core.validation import check_entries, first_line
+from ltm.extras import require
 from ltm.files import complete, read_json, results_in, write_bytes, write_json
 
 CONFIG = "config.json"
@@ -127,6 +129,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no entries; copy it again")
     own = _DETECTOR if "detector" in config or "task" in config else _NETWORK
+    if is_pretrained(config):  # `make_pretrained` checks the settings of transformers
+        own = {**dict.fromkeys(config, Any), **own}
     try:
         check_entries(config, {**own, **_OF_OTHERS, _CHECKSUMS: dict[str, str]})
         known = config.get("pretrained_cfg")
@@ -240,6 +244,58 @@ def make_host(
     return timm.create_model(architecture, pretrained=False, **arguments)
 
 
+def is_pretrained(config: Mapping[str, Any]) -> bool:
+    """Whether transformers makes the network of a folder."""
+    return "model_type" in config and "architecture" not in config
+
+
+_NOT_SETTINGS = frozenset({*_NETWORK, _CHECKSUMS, "architectures", "auto_map", "_name_or_path"}) | {
+    "quantization_config",
+    "attn_implementation",
+    "_attn_implementation",
+}
+"""Entries that transformers would act on, or that are ltm's."""
+
+
+def make_pretrained(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
+    """Make the network of transformers that a folder names, without weights."""
+    require("transformers", extra="transformers")
+    import_families(["transformers"])
+    known: dict[str, Any] = {k.__name__: k for a in adapters() for k in a.networks()}
+    named = config.get("architectures") or [None]
+    if not isinstance(named, list) or named[0] not in known:
+        raise ValueError(
+            f"architectures is {named!r:.80}; known are {', '.join(sorted(known))}: give a model "
+            "made like the saved one"
+        )
+    kind = known[named[0]]
+    entries = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
+    for name, value in entries.items():
+        _check_setting(name, value)
+    settings = kind.config_class.from_dict(entries)
+    most, room = _limits(weights)
+    with torch.device("meta"), _at_most(most):
+        _require_room(kind(settings), room)
+    return kind(settings)
+
+
+def _check_setting(name: str, value: Any) -> None:
+    """Refuse what is no plain value, or a group of such."""
+    if isinstance(value, dict):
+        for inner, each in cast("Mapping[str, Any]", value).items():
+            _check_setting(f"{name}.{inner}", each)
+    else:
+        _check_plain(name, value)
+
+
+def _limits(weights: Mapping[str, Tensor]) -> tuple[int, int]:
+    """The most layers and numbers that a network of these weights may have.
+
+    It has hardly more layers than tensors, and few buffers that are not saved.
+    """
+    return 20 * len(weights) + 1000, 4 * sum(w.numel() for w in weights.values()) + 2**24
+
+
 def check_host(
     architecture: str, arguments: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> None:
@@ -251,8 +307,7 @@ def check_host(
         )
     for name, value in arguments.items():
         _check_argument(name, value)
-    # A network has hardly more layers than tensors, and few buffers that are not saved.
-    most, room = 20 * len(weights) + 1000, 4 * sum(w.numel() for w in weights.values()) + 2**24
+    most, room = _limits(weights)
     try:
         with torch.device("meta"), _at_most(most):
             outline = timm.create_model(architecture, pretrained=False, **arguments)
@@ -273,15 +328,19 @@ def _check_argument(name: str, value: Any) -> None:
     """Refuse arguments that are more than plain settings of a network."""
     if name in FACTORY_ARGUMENTS or not name.isidentifier():
         raise ValueError(f"model_args: {name:.80} is no setting of a network")
+    _check_plain(f"model_args: {name}", value)
+
+
+def _check_plain(name: str, value: Any) -> None:
+    """Refuse what is no plain value, nor a list of such."""
     if isinstance(value, list | tuple):
         for each in cast("Sequence[Any]", value):
-            _check_argument(name, each)
+            _check_plain(name, each)
         return
     number = isinstance(value, int | float)
     if not isinstance(value, _PLAIN) or (number and not abs(value) <= _LARGEST):
         raise ValueError(
-            f"model_args: {name} is {value!r:.80}; it must be a word, a flag or a number up to "
-            f"{_LARGEST}"
+            f"{name:.80} is {value!r:.80}; it must be a word, a flag or a number up to {_LARGEST}"
         )
 
 

@@ -13,14 +13,13 @@ from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookN
 from torch import Tensor, nn
 
 from ltm.adapters import adapter_of
-from ltm.adapters.conversion import all_or_nothing, convert_, macs_of, revert_
+from ltm.adapters.conversion import all_or_nothing, convert_, described, macs_of, revert_
 from ltm.api.conversion import (
     conversion_of,
     is_merging,
     mergers,
     merging_network,
     note_,
-    token_counts,
     watching,
 )
 from ltm.api.folders import (
@@ -29,7 +28,9 @@ from ltm.api.folders import (
     WEIGHTS,
     check_image_size,
     image_entries,
+    is_pretrained,
     make_host,
+    make_pretrained,
     read_config,
     read_tensors,
     refused,
@@ -107,7 +108,8 @@ def _replace_(model: nn.Module, path: str, merger: Merger) -> None:
 def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | None = None) -> Path:
     """Write a converted model as `model.safetensors` and a readable `config.json`.
 
-    The layout is that of timm on the Hugging Face hub, with one more entry, `token_merging`. Names
+    The layout is that of timm on the Hugging Face hub, or of transformers for a network of its
+    own, with one more entry, `token_merging`. Names
     of classes are kept for predictions, unless they are but their numbers.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
@@ -116,19 +118,11 @@ def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | N
     require_finite(model.state_dict(), "model: ")
     names = names_for(model, class_names)
     folder = Path(folder)
+    entries = adapter_of(done.family).saved_entries(model)
     config = {
-        **_host_arguments(model, done.image_size),
+        **(_host_arguments(model, done.image_size) if entries is None else entries),
         _FINGERPRINT: fingerprint(model),
-        "token_merging": {
-            **done.config.to_dict(),
-            "image_size": done.image_size,
-            "blocks": [site.block for site in done.sites],
-            "token_counts": token_counts(model),
-            "active": [merger.active for _, merger in mergers(model)],
-            "frozen": done.frozen,
-            "macs_before": done.macs_before,
-            "macs_after": done.macs_after,
-        },
+        "token_merging": described(model),
     }
     if names is not None:
         config["label_names"] = names
@@ -182,13 +176,11 @@ def load(folder: str | Path, model: nn.Module | None = None, *, verify: bool = T
 def _load(config: dict[str, Any], weights: dict[str, Tensor], model: nn.Module | None) -> nn.Module:
     known, method = _read_merging(config["token_merging"])
     image_size = tuple(known["image_size"])
-    if model is None:
-        arguments = config.get("model_args", {})
-        model = remember_arguments(make_host(config["architecture"], arguments, weights), arguments)
+    model = _made(config, weights) if model is None else model
     if config.get(_FINGERPRINT) not in (None, fingerprint(model)):
         raise ValueError(
             f"the saved network was built of other layers (activations or heads, say) "
-            f"than {config['architecture']} here; {_MADE_ALIKE}"
+            f"than {type(model).__name__} here; {_MADE_ALIKE}"
         )
     exact = method.with_amount(counts=plain(known["token_counts"]), sites=tuple(known["blocks"]))
     with all_or_nothing(model):
@@ -240,6 +232,14 @@ def load_exactly_(
     for name, wrong in sorted(misfits(model, weights).items()):
         raise ValueError(f"{problem}{name} is {wrong}{advice}")
     model.load_state_dict(weights)
+
+
+def _made(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
+    """The network that a folder names, as timm or transformers makes it."""
+    if is_pretrained(config):
+        return make_pretrained(config, weights)
+    arguments = config.get("model_args", {})
+    return remember_arguments(make_host(config["architecture"], arguments, weights), arguments)
 
 
 def _read_merging(merging: Mapping[str, Any]) -> tuple[dict[str, Any], MethodConfig]:
@@ -345,7 +345,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG}: no entry token_merging, so its network does not merge; take it by "
             f"its name and the weights in {WEIGHTS}."
         )
-    if "architecture" not in config:
+    if "architecture" not in config and not is_pretrained(config):
         raise ValueError(f"{folder / CONFIG}: it lacks architecture.")
     return config
 

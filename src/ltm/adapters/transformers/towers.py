@@ -240,6 +240,12 @@ class TowerAdapter(Adapter):
     def networks(self) -> tuple[type[nn.Module], ...]:
         return (*self.hosts, *self.heads, *self.mean_pooled)
 
+    def saved_entries(self, model: nn.Module) -> dict[str, Any]:
+        top = next(_pretrained(*model.modules()))
+        if top is not model:
+            raise ValueError(f"model: save its part that is a {host_of(top).__name__}.")
+        return {**top.config.to_dict(), "architectures": [host_of(top).__name__]}
+
     def refusal(self, model: nn.Module) -> str | None:
         towers = [name for name, m in model.named_modules() if isinstance(m, self.hosts)]
         if len(towers) > 1:
