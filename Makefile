@@ -11,7 +11,7 @@ test all quick fuzz soak coverage: export OMP_NUM_THREADS ?= 1
 # In order of name: by number of tests, the files with few but long ones would come last, and wait for one another.
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test all quick fuzz soak tables check lint coverage clean
+.PHONY: demo test all quick fuzz soak registry tables check lint coverage clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -35,6 +35,11 @@ fuzz: $(INSTALLED)
 soak: export LTM_SOAK_KILLS ?= 20
 soak: $(INSTALLED)
 	$(BIN)/pytest -s tests/training/test_kills.py
+
+# Converts every name of timm's registry on `meta`; prints what converts, and why the others do not.
+registry: export LTM_REGISTRY = all
+registry: $(INSTALLED)
+	$(BIN)/pytest -s tests/adapters/test_registry.py
 
 # All tables and figures of the paper on tiny networks: that everything runs, not what it finds.
 tables: $(INSTALLED)
