@@ -7,6 +7,8 @@ import functools
 import json
 import os
 import pickle
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -303,3 +305,15 @@ def _renamed(weights):
         else:
             found["vit." + new] = value
     return found
+
+
+def test_the_snippets_of_the_page_run():
+    page = Path(__file__).parents[2] / "docs" / "transformers.md"
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    with transformers_quiet():
+        exec(code, {})
+
+
+def test_a_projector_gets_as_many_tokens_as_asked_for():
+    path = Path(__file__).parents[2] / "examples" / "llava_projector.py"
+    assert runpy.run_path(str(path))["main"]() == (1, 144, 96)
