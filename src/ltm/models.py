@@ -720,6 +720,7 @@ _ENTRIES = {
 }
 """Where others keep a state dict in their checkpoints; averaged weights go first."""
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
+_DAMAGED = "the file is damaged, or holds more than tensors; copy it again or save its state dict"
 
 
 def read_weights(path: Path, say: Say = silent) -> dict[str, Tensor]:
@@ -761,10 +762,11 @@ def _read_file(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are refused in a moment
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+    except pickle.UnpicklingError as error:  # torch advises to unpickle it all the same
+        raise ValueError(f"weights {path} cannot be read: {_DAMAGED}") from error
+    except (SafetensorError, RuntimeError, EOFError, KeyError) as error:
         raise ValueError(
-            f"weights {path} cannot be read ({first_line(error)}): the file is damaged, or holds "
-            "more than tensors; copy it again or save its state dict"
+            f"weights {path} cannot be read ({first_line(error)}): {_DAMAGED}"
         ) from error
 
 

@@ -46,7 +46,10 @@ def test_from_scratch_then_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixt
             "vit_smal_patch16_224 is not known to timm; did you",
         ),
         (["--recipe", "swin_tinny"], "no recipe is named swin_tinny: did you mean swin_tiny"),
-        (["--config", "nowhere.yaml"], "No such file or directory: 'nowhere.yaml'"),
+        (
+            ["--config", "nowhere.yaml"],
+            "settings are to come from nowhere.yaml: there is no such file",
+        ),
         (["--data", "{here}/absent"], "no data at"),
         (["--data", "{here}/flowers"], "has class folders without images: tulip"),
         (["--num-classes", "5"], "num_classes is 5, but shapes"),

@@ -72,3 +72,14 @@ def test_bad_settings_are_refused(changes: dict[str, object], sentence: str) -> 
         ltm.export("nowhere", "nowhere", **changes)
     with pytest.raises(ValueError, match="at least 1"):
         ltm.PredictSettings(top=0)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(("data", "crop"), [({}, 0.9), ({"data": DATA}, 1.0)])
+def test_shapes_that_stand_in_for_images_leave_the_crop_as_the_network_has_it(
+    data: dict[str, str], crop: float, tmp_path: Path
+) -> None:
+    arguments = {"patch_size": 16, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 10}
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, **arguments).eval()
+    result = ltm.export(model, tmp_path, batch_sizes=(1,), **data)
+    assert result.information.spec.crop_ratio == crop

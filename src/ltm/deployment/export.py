@@ -182,16 +182,16 @@ def export(
         changes: fields of the settings to change, such as `formats=("onnx", "program")`.
     """
     settings, folder = changed(settings, changes), Path(folder)
-    source = source_of(model)
+    named = source_of(model)
     config = None if settings.method is None else method_config(settings.method, settings.ratio)
     network = open_model(model, merges=config is not None, say=say)
     if config is not None:
         if is_merging(network):
             raise ValueError("method: a saved run merges already; leave --method out")
-        network = network if source is not None else copy.deepcopy(network)
+        network = network if named is not None else copy.deepcopy(network)
         merge_tokens_(network, config)
     parts = part_images(
-        settings.data,
+        settings.data or "shapes",
         split=settings.split,
         images=settings.images,
         calibration_images=settings.calibration_images if settings.int8 else 0,
@@ -199,9 +199,10 @@ def export(
     )
     if settings.int8:
         _check_int8_images(network, parts, settings)
-    run = None if source is None else source.run
+    run = None if named is None else named.run
+    source = settings.data or "images"  # shapes that merely stand in do not change the crop
     with results_in(folder) as aside:
-        job = Export(network, aside, known_about(network, settings, run=run, source=settings.data))
+        job = Export(network, aside, known_about(network, settings, run=run, source=source))
         number = max(settings.batch_sizes)
         sample = next(iter(_batches(job, parts.evaluation.take(number), settings, number))).images
         job.write(
@@ -223,7 +224,7 @@ def export(
         result = ExportResult(
             folder=folder,
             information=job.information,
-            data=settings.data,
+            data=settings.data or "shapes",
             num_images=len(sample),
             files=tuple(job.files),
             int8=tuple(rows),
@@ -234,8 +235,8 @@ def export(
 
 def _check_int8_images(network: nn.Module, parts: Partition, settings: ExportSettings) -> None:
     """Refuse images of other classes than the network's, or too few, before anything is traced."""
-    names, data = parts.evaluation.class_names, settings.data
-    if data == ExportSettings.data and len(names) != num_classes_of(network):
+    names, data = parts.evaluation.class_names, settings.data or "shapes"
+    if settings.data in (None, "shapes") and len(names) != num_classes_of(network):
         raise ValueError("data: int8 needs images of the network's own kind; give --data")
     if names:
         check_classes(network, names, data)

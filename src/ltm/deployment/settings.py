@@ -39,9 +39,9 @@ class ExportSettings(InputSettings):
     int8: tuple[Recipe, ...] = ()
     """Int8 versions to add: accurate, small (all linear layers), dynamic (no calibration images
     needed) or convolutional."""
-    data: str = "shapes"
+    data: str | None = None
     """Images to compare and calibrate on: a folder or .zip of images, in class folders or not, tar
-    shards, hf:NAME, or shapes (generated)."""
+    shards, hf:NAME, or shapes (generated). By default generated ones, prepared as the model's."""
     split: str = "val"
     """Split of the data, where it has several."""
     images: int | None = None

@@ -262,6 +262,8 @@ def with_options(settings: T, options: Mapping[str, Any]) -> T:
 def read_settings(path: str | Path, base: T) -> T:
     """Read a YAML file of settings; what it does not say is as in `base`."""
     path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"settings are to come from {path}: there is no such file")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
