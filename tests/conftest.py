@@ -48,7 +48,7 @@ OUTER = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The quick tier sees the inner rooms, and one network of the tables over all of them."""
+    """The quick tier sees the inner rooms, one network of each table, and no real weights."""
     grids = ("swin", "mobilevit", "efficientvit")
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
@@ -58,6 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             isinstance(value, str) and value.startswith(grids) for value in given.values()
         )
         another |= item.name.startswith("test_swin_")
+        another |= item.get_closest_marker("real") is not None
         if another or item.path.parent.name in OUTER or item.path.name.startswith("test_a_new_"):
             item.add_marker(pytest.mark.slow)
 

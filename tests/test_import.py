@@ -20,6 +20,7 @@ assert not torch.cuda.is_initialized()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["", "ltm.information_bottleneck; ltm.image_features"])
 def test_import_is_light(use: str) -> None:
     command = [sys.executable, "-c", CHECK.format(use=use)]

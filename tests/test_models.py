@@ -192,6 +192,7 @@ def test_runs_are_loaded_as_they_were_saved(weights: Path, tmp_path: Path) -> No
         load_model(run=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_model_args_and_names_of_ours() -> None:
     model: Any = load_model("test_vit", untrained=True, model_args=["depth=2", "num_heads=1"])
     assert len(model.blocks) == 2

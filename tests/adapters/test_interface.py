@@ -109,6 +109,7 @@ def test_networks_inside_another_module_have_their_classes(name):
     assert all(merger.active for _, merger in ltm.api.mergers(inside))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("config", [ltm.LTM(ratio=0.8), ltm.LTM(ratio=0.8, support=ltm.Learned())])
 def test_feature_extractors_are_counted_with_what_they_restore(inside, config):
@@ -174,6 +175,7 @@ def test_a_new_classifier_is_counted_and_comes_back_from_a_file(name, tmp_path):
     assert ltm.token_counts(again) == ltm.token_counts(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "support"),
     [("vit", None), ("vit", ltm.Learned()), ("swin", None), ("mobilevit", None)],
@@ -194,6 +196,7 @@ def test_a_new_classifier_of_a_frozen_model(name, support, tmp_path):
     assert known(images).shape == toy(name)(images).shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -247,6 +250,7 @@ def test_resizing_replans(name):
     assert model.token_merging.image_size == (size, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "registers", "swin"])
 def test_resizing_that_fails_changes_nothing(name):
     model, images = convert(toy(name), name, ratio=0.9), pictures(name)
@@ -303,6 +307,7 @@ def num_left_out(model, images):
     return sum(int((merge.weights().sum(dim=2) == 0).sum()) for merge in merges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "mobilevit", "efficientvit"])
 @torch.no_grad()
 def test_a_learned_support_leaves_no_token_out_at_other_sizes_and_ratios(name):
@@ -409,6 +414,7 @@ def test_importance_comes_from_the_class_token_or_else_from_the_mean_query(class
     assert "class_token" not in vars(block)
 
 
+@pytest.mark.slow
 def test_names_in_timms_registry_pass_on_what_timm_was_given(monkeypatch):
     given, create = {}, timm.create_model
 

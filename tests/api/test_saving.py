@@ -137,6 +137,7 @@ def test_an_entry_that_is_missing_is_said(tmp_path):
         ltm.load(tmp_path, toy("vit"))
 
 
+@pytest.mark.slow
 def test_a_timm_model_comes_back_without_a_host(tmp_path):
     import timm
 
@@ -254,6 +255,7 @@ def test_supports_follow_the_logits_that_are_loaded(tmp_path):
     torch.testing.assert_close(ltm.load(tmp_path, toy("efficientvit"))(images), model(images))
 
 
+@pytest.mark.slow
 def test_what_a_model_was_made_with_is_saved(tmp_path):
     arguments = {"img_size": 64, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
     model = timm.create_model("vit_tiny_patch16_224", **arguments, num_classes=5).eval()
@@ -277,6 +279,7 @@ def test_a_frozen_mask_refuses_smaller_images_even_where_it_would_not_merge():
         model(torch.randn(1, 3, 64, 64))
 
 
+@pytest.mark.slow
 def test_networks_of_any_size_refuse_set_input_size_and_stay_as_they_are():
     model, images = prepared("mobilevit", STATIC)
     with torch.no_grad():
@@ -286,6 +289,7 @@ def test_networks_of_any_size_refuse_set_input_size_and_stay_as_they_are():
         assert torch.equal(model(images), before)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize(
@@ -342,6 +346,7 @@ def test_a_merging_network_has_the_fingerprint_of_the_original(name):
     assert len({fingerprint(toy(other)) for other in ("vit", "qk_norm", "swin")}) == 3
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_networks_that_take_any_size_do_so_when_they_are_loaded(tmp_path):
     model = small(dynamic_img_size=True)

@@ -79,6 +79,7 @@ def test_what_is_known_stays_where_collecting_fails(settings):
         assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_statistics_that_do_not_fit_are_forgotten_whole():
     model = converted(space="token", ratio=None, per_block=0.8)
     ltm.collect_statistics_(model, [pictures("vit")])
@@ -181,6 +182,7 @@ def test_the_informative_step_lowers_the_bound():
     assert (bound(1e-2 * direction) < bound(flat)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "support"),
     [

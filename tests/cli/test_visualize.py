@@ -63,6 +63,7 @@ def test_sheets_films_and_numbers(place: Path, tmp_path: Path) -> None:
     assert ours == [40, 40, 20, 20]
 
 
+@pytest.mark.slow
 def test_a_saved_run_is_drawn_as_it_is_and_many_images_fill_sheets(
     place: Path, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ def membership(x: torch.Tensor, drawn: Samples) -> torch.Tensor:
     return class_membership(x, centroids, drawn.beta, counts > 0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(samples())
 def test_theorem_the_bound_holds(drawn: Samples) -> None:
     result = measure(drawn)
@@ -45,7 +45,7 @@ def test_theorem_the_bound_holds(drawn: Samples) -> None:
     assert result.loss == result.input_information - result.label_information
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(samples(), st.data())
 def test_theorem_the_bound_holds_for_any_q(drawn: Samples, data: st.DataObject) -> None:
     own = measure(drawn, floor=0.0)

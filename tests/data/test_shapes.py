@@ -161,6 +161,7 @@ def test_options_in_a_source():
             shapes_options(wrong, {"size": 64})
 
 
+@pytest.mark.slow
 def test_a_linear_classifier_cannot_tell_the_classes():
     train = ShapesClassification("train", 600, 32)
     val = ShapesClassification("val", 300, 32)

@@ -92,6 +92,7 @@ def test_the_share_is_that_of_the_plan(build: object) -> None:
     assert float(mac_share(model)(planned)) == pytest.approx(done.share, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_measured_tokens_are_those_that_are_computed() -> None:
     """One image alone has no padding: what is left is what the network really runs on."""
     model, images = vit(), torch.randn(3, 3, 64, 64)
