@@ -1,5 +1,7 @@
 """What the page knows about a picture, on the networks that come with the package."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -108,14 +110,16 @@ def test_a_saved_network_is_shown_as_saved(networks: Networks) -> None:
     assert seen.after == plain.after
 
 
-def test_a_saved_network_moves_with_the_ratio(networks: Networks) -> None:
+def test_a_saved_network_moves_with_the_ratio(networks: Networks, tmp_path: Path) -> None:
     vit = networks[VIT]
     config = LTM(ratio=0.6, weights="uniform")
     own = as_network("own", merging_copy(vit.model, config), vit.spec, vit.class_names)
     handlers = Handlers(Networks({"own": own}), ())
-    assert handlers.choose_method("own", "as saved", 0.9) == pytest.approx(0.6, abs=0.02)
-    assert handlers.choose_method("own", "ToMe", 0.9) == 0.9
-    assert handlers.choose_ratio("own", "ToMe") == "ToMe"
-    assert handlers.choose_ratio("own", "as saved") == "LTM"
+    path = tmp_path / "picture.png"
+    example_pictures(1)[0].image.save(path)
+    assert handlers.ratio_of("own", "as saved", 0.9) == pytest.approx(0.6, abs=0.02)
+    assert handlers.ratio_of("own", "ToMe", 0.9) == 0.9
+    assert handlers.look_at_ratio(path, "own", "ToMe", 0.8, 1, None)[0] == "ToMe"
+    assert handlers.look_at_ratio(path, "own", "as saved", 0.8, 1, None)[0] == "LTM"
     moved = conversion_of(handlers.networks.merging("own", "LTM", 0.8))
     assert moved.config == LTM(ratio=0.8, weights="uniform")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,11 @@ class Handlers:
     pictures: Sequence[Picture]
     num_requests: int = 0
     num_refused: int = 0
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Wait for the picture that is being looked at; none is looked at after it."""
+        self._looking.acquire()
 
     def take_upload(self, path: str) -> tuple[Any, str]:
         """The uploaded picture and no message, or the picture before and why."""
@@ -56,24 +62,6 @@ class Handlers:
     def take_example(self, event: gr.SelectData) -> tuple[Image.Image, str]:
         """The example that was chosen."""
         return self.pictures[int(event.index)].image, ""
-
-    def choose_network(self, name: str) -> tuple[Any, Any, Any]:
-        """What can be chosen for another network."""
-        methods, last = self.networks[name].methods, self.last_block(name)
-        return (
-            gr.update(choices=list(methods), value=methods[0]),
-            self.choose_method(name, methods[0], RATIO),
-            gr.update(maximum=last, value=last // 2),
-        )
-
-    def choose_method(self, name: str, method: str, ratio: float) -> Any:
-        """The ratio that goes with a method: what was saved has its own."""
-        return self.networks[name].saved_share if method == SAVED else ratio
-
-    def choose_ratio(self, name: str, method: str) -> Any:
-        """The method for another ratio: a saved network is then merged anew by its own method."""
-        own = self.networks[name].own_method
-        return own if method == SAVED and own is not None else method
 
     def last_block(self, name: str) -> int:
         """The number of a network's last block."""
@@ -95,6 +83,35 @@ class Handlers:
             layer_table(seen),
         )
 
+    def look_at_network(self, path: str, name: str) -> tuple[Any, ...]:
+        """What can be chosen for another network, and what it makes of the picture."""
+        methods, last = self.networks[name].methods, self.last_block(name)
+        ratio, block = self.ratio_of(name, methods[0], RATIO), last // 2
+        return (
+            gr.update(choices=list(methods), value=methods[0]),
+            ratio,
+            gr.update(maximum=last, value=block),
+            *self.look(path, name, methods[0], ratio, block, None),
+        )
+
+    def look_at_method(self, *chosen: Any) -> tuple[Any, ...]:
+        """The ratio that goes with another method, and what the method makes of the picture."""
+        path, name, method, ratio, block, point = chosen
+        ratio = self.ratio_of(name, method, ratio)
+        return ratio, *self.look(path, name, method, ratio, block, point)
+
+    def look_at_ratio(self, *chosen: Any) -> tuple[Any, ...]:
+        """The method for another ratio: a saved network is then merged anew by its own method."""
+        path, name, method, ratio, block, point = chosen
+        own = self.networks[name].own_method
+        if method == SAVED and own is not None:
+            method = own
+        return method, *self.look(path, name, method, ratio, block, point)
+
+    def ratio_of(self, name: str, method: str, ratio: float) -> float:
+        """The ratio that goes with a method: what was saved has its own."""
+        return self.networks[name].saved_share if method == SAVED else ratio
+
     def click(  # noqa: PLR0917
         self, path: str, name: str, method: str, ratio: float, block: int, event: gr.SelectData
     ) -> tuple[Any, ...]:
@@ -108,8 +125,9 @@ class Handlers:
         """Look at a picture; what cannot be done is an error with a sentence for the page."""
         self.num_requests += 1
         try:
-            merging = self.networks.merging(name, method, ratio)
-            return inspect(self.networks[name], merging, read_picture(path), rounds=rounds)
+            with self._looking:
+                merging = self.networks.merging(name, method, ratio)
+                return inspect(self.networks[name], merging, read_picture(path), rounds=rounds)
         except ValueError as error:
             self.num_refused += 1
             raise gr.Error(str(error), print_exception=False) from error
@@ -133,7 +151,7 @@ def _controls(handlers: Handlers) -> SimpleNamespace:
     """What visitors choose by."""
     names = list(handlers.networks.by_name)
     methods, last = list(handlers.networks[names[0]].methods), handlers.last_block(names[0])
-    ratio = handlers.choose_method(names[0], methods[0], RATIO)
+    ratio = handlers.ratio_of(names[0], methods[0], RATIO)
     plain: dict[str, Any] = {"interactive": False, "buttons": [], "show_label": False}
     return SimpleNamespace(
         picture=gr.Image(
@@ -208,28 +226,23 @@ def _connect(page: gr.Blocks, handlers: Handlers, c: SimpleNamespace, v: SimpleN
     one: dict[str, Any] = {"concurrency_id": "look", "concurrency_limit": 1}
     c.upload.upload(handlers.take_upload, c.upload, [c.picture, c.message], api_name="upload")
     c.examples.select(handlers.take_example, None, [c.picture, c.message], api_visibility="private")
-    look: dict[str, Any] = {
-        "fn": handlers.look,
-        "inputs": [*chosen, point],
-        "outputs": everything,
-        "show_progress": "minimal",
-        **one,
-    }
+    seen: dict[str, Any] = {"show_progress": "minimal", "trigger_mode": "always_last", **one}
     gr.on(
         [page.load, c.picture.change, c.block.input],
-        **look,
+        handlers.look,
+        [*chosen, point],
+        everything,
         api_name="look",
-        trigger_mode="always_last",
+        **seen,
     )
-    # What is chosen decides other controls first.
-    for control, decide, known, decided in (
-        (c.model, handlers.choose_network, [c.model], [c.method, c.ratio, c.block]),
-        (c.method, handlers.choose_method, [c.model, c.method, c.ratio], [c.ratio]),
-        (c.ratio, handlers.choose_ratio, [c.model, c.method], [c.method]),
+    # Deciding other controls is part of the same event: of two in a row, gradio may drop the
+    # second while the first is asked for again.
+    for control, look, known, decided in (
+        (c.model, handlers.look_at_network, [c.picture, c.model], [c.method, c.ratio, c.block]),
+        (c.method, handlers.look_at_method, [*chosen, point], [c.ratio]),
+        (c.ratio, handlers.look_at_ratio, [*chosen, point], [c.method]),
     ):
-        control.input(
-            decide, known, decided, api_visibility="private", trigger_mode="always_last"
-        ).then(**look, api_visibility="private", trigger_mode="always_last")
+        control.input(look, known, [*decided, *everything], api_visibility="private", **seen)
     v.groups.select(
         handlers.click,
         chosen,

@@ -139,6 +139,8 @@ def serving(
             yield Server(address=address, folder=Path(temporary), handlers=handlers, page=page)
         finally:
             page.close(verbose=False)
+            # A thread that is still in PyTorch when Python ends would abort the process.
+            handlers.close()
 
 
 def _share_memory() -> None:
