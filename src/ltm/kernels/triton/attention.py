@@ -7,6 +7,8 @@ Letters: b images, t tokens, h heads, d channels of a head.
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,8 @@ MOST_AT_ONCE = 256
 """Tokens of half precision whose keys and values a program can hold."""
 ROOM = 160 * 1024
 """Bytes of shared memory that this takes: an A100 and what came after it have them."""
+MOST_CHANNELS = 64
+"""Wider heads go through all keys tile by tile."""
 
 
 @triton.jit
@@ -28,35 +32,68 @@ def _bias_of(size, power):
 
 
 @triton.jit
-def _importance_kernel(
-    qkv, size, importance, t, heads, d, size_stride, scale, power,
+def _score_kernel(
+    asking, key, size, scores, peaks, sums, t, d, asking_image, asking_head,
+    key_image, key_token, key_head, key_offset, size_stride, scale, power,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The attention that every token of an image receives from the first in one head."""
-    image, head = tl.program_id(0), tl.program_id(1)
-    everyone, width = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
-    inside, known = everyone < t, width < d
-    row = 3 * heads * d
-    start = qkv + image.to(tl.int64) * t * row
-    query = tl.load(start + head * d + width, mask=known, other=0.0).to(tl.float32)
-    key = tl.load(
-        start + everyone[:, None] * row + (heads + head) * d + width[None],
+    """How much some tokens of an image are asked for in one head, in powers of two.
+
+    Peak and sum are of these tokens alone: together with others they make a softmax.
+    """
+    image, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    some, width = part * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
+    inside, known = some < t, width < d
+    place = asking + image * asking_image + head * asking_head + width
+    query = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    start = key + image * key_image + head * key_head + key_offset
+    keys = tl.load(
+        start + some[:, None] * key_token + width[None],
         mask=inside[:, None] & known[None], other=0.0,
     )  # fmt: skip
-    scores = tl.sum(key.to(tl.float32) * query[None], axis=1) * scale
+    found = tl.sum(keys.to(tl.float32) * query[None], axis=1) * scale
     if HAS_SIZE:
-        found = tl.load(size + image * size_stride + everyone, mask=inside, other=1.0)
-        scores += _bias_of(found, power)
-    scores = tl.where(inside, scores, float("-inf"))
-    scores = tl.exp2(scores - tl.max(scores, axis=0))
-    received = scores / tl.sum(scores, axis=0)
-    tl.store(importance + (image * heads + head) * t + everyone, received, mask=inside)
+        there = tl.load(size + image * size_stride + some, mask=inside, other=1.0)
+        found += _bias_of(there, power)
+    found = tl.where(inside, found, float("-inf"))
+    peak = tl.max(found, axis=0)
+    row = image * tl.num_programs(1) + head
+    tl.store(scores + row * t + some, found, mask=inside)
+    tl.store(peaks + row * tl.num_programs(2) + part, peak)
+    tl.store(sums + row * tl.num_programs(2) + part, tl.sum(tl.exp2(found - peak), axis=0))
 
 
 @triton.jit
-def _keys_of(
-    start, sizes, first, t, row, across, d, power, KEYS: tl.constexpr, WIDTH: tl.constexpr
+def _share_kernel(
+    scores, peaks, sums, importance, t, heads, parts, TOKENS: tl.constexpr, PARTS: tl.constexpr
 ):
+    """The attention that some tokens of an image receive, a mean over heads."""
+    image = tl.program_id(0)
+    some, part = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PARTS)
+    inside = some < t
+    received = tl.zeros((TOKENS,), tl.float32)
+    for head in range(heads):
+        row = image.to(tl.int64) * heads + head
+        peak = tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf"))
+        total = tl.load(sums + row * parts + part, mask=part < parts, other=0.0)
+        top = tl.max(peak, axis=0)
+        total = tl.sum(total * tl.exp2(peak - top), axis=0)
+        found = tl.load(scores + row * t + some, mask=inside, other=float("-inf"))
+        received += tl.exp2(found - top) / total
+    tl.store(importance + image * t + some, received / heads, mask=inside)
+
+
+@triton.jit
+def _bias_kernel(size, bias, number, power, TOKENS: tl.constexpr):
+    """What sizes add to scores, once for all heads and queries."""
+    some = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = some < number
+    found = tl.load(size + some, mask=inside, other=1.0)
+    tl.store(bias + some, _bias_of(found, power), mask=inside)
+
+
+@triton.jit
+def _keys_of(start, sizes, first, t, row, across, d, power, KEYS: tl.constexpr, WIDTH: tl.constexpr):
     """Some keys and values of a head, and what the keys' sizes add to scores in powers of two."""
     keys, width = first + tl.arange(0, KEYS), tl.arange(0, WIDTH)
     there = keys < t
@@ -109,58 +146,125 @@ def _short_attention_kernel(
 
 @triton.jit
 def _attention_kernel(
-    qkv, size, out, t, heads, d, size_stride, scale, power,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    query, key, value, bias, out, t, heads, d,
+    query_image, query_token, query_head, key_image, key_token, key_head,
+    value_image, value_token, value_head, key_offset, value_offset, bias_stride, scale,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attention of some queries of a head, to keys that count as often as their size says."""
+    """Attention of some queries of a head, to keys that count as often as their bias says."""
     blocks = tl.cdiv(t, ROWS)
     which = tl.program_id(0) // blocks
-    image, head = which // heads, which % heads
+    image, head = (which // heads).to(tl.int64), which % heads
     rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    width = tl.arange(0, WIDTH)
-    known, asking = width < d, rows < t
-    row = 3 * heads * d
-    start = qkv + image.to(tl.int64) * t * row + head * d
-    sizes = size + image * size_stride
-    query = tl.load(
-        start + rows[:, None] * row + width[None], mask=asking[:, None] & known[None], other=0.0
-    )
+    columns, width = tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
+    asking = rows < t
+    known = (width < d) | EVEN
+    asked = tl.load(
+        query + image * query_image + head * query_head + rows[:, None] * query_token + width[None],
+        mask=asking[:, None] & known[None], other=0.0,
+    )  # fmt: skip
+    keys = key + image * key_image + head * key_head + key_offset
+    values = value + image * value_image + head * value_head + value_offset
+    keys += columns[:, None] * key_token + width[None]
+    values += columns[:, None] * value_token + width[None]
+    biases = bias + image * bias_stride + columns
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     answer = tl.zeros((ROWS, WIDTH), tl.float32)
     for first in range(0, t, COLUMNS):
-        key, value, bias = _keys_of(
-            start, sizes, first, t, row, heads * d, d, power, COLUMNS, WIDTH
-        )
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores += bias[None]
+        there = columns < t - first
+        valid = there[:, None] & known[None]
+        k = tl.load(keys + first * key_token, mask=valid, other=0.0)
+        counted = tl.load(biases + first, mask=there, other=float("-inf"))
+        scores = tl.dot(asked, tl.trans(k), input_precision="ieee") * scale + counted[None]
         now = tl.maximum(largest, tl.max(scores, axis=1))
         scores = tl.exp2(scores - now[:, None])
         before = tl.exp2(largest - now)
         total = total * before + tl.sum(scores, axis=1)
         answer = answer * before[:, None]
-        answer = tl.dot(scores.to(value.dtype), value, answer, input_precision="ieee")
+        v = tl.load(values + first * value_token, mask=valid, other=0.0)
+        answer = tl.dot(scores.to(v.dtype), v, answer, input_precision="ieee")
         largest = now
     answer = answer / total[:, None]
-    tl.store(
-        out + (image.to(tl.int64) * t + rows[:, None]) * heads * d + head * d + width[None],
-        answer.to(out.dtype.element_ty), mask=asking[:, None] & known[None],
-    )  # fmt: skip
+    place = out + (image * t + rows[:, None]) * heads * d + head * d + width[None]
+    tl.store(place, answer.to(out.dtype.element_ty), mask=asking[:, None] & known[None])
+
+
+class Heads(NamedTuple):
+    """Queries, keys or values: where in memory those of an image, a token and a head begin."""
+
+    tensor: Tensor
+    image: int
+    token: int
+    head: int
+    offset: int = 0
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        return self.image, self.token, self.head
+
+
+def _heads(x: Tensor) -> Heads:
+    """Of a tensor `b t h d`."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    return Heads(x, x.stride(0), x.stride(1), x.stride(2))
+
+
+def _parts(qkv: Tensor, num_heads: int) -> tuple[Heads, Heads, Heads]:
+    """Queries, keys and values in the output of a `qkv` projection."""
+    _, t, width = qkv.shape
+    across = width // 3
+    query, key, value = (
+        Heads(qkv, t * width, width, across // num_heads, part * across) for part in range(3)
+    )
+    return query, key, value
 
 
 def importance(
-    qkv: Tensor, size: Tensor | None, num_heads: int, scale: float, power: float = 1.0
+    qkv: Tensor,
+    size: Tensor | None,
+    num_heads: int,
+    scale: float,
+    power: float = 1.0,
+    class_token: bool = True,
 ) -> Tensor:
-    """Attention received from the first token, from the output of a `qkv` projection."""
-    b, t, width = qkv.shape
-    d = width // (3 * num_heads)
-    found = torch.empty(b, num_heads, t, device=qkv.device, dtype=torch.float32)
-    size_, stride = sizes_of(size, found)
-    _importance_kernel[b, num_heads](
-        qkv.contiguous(), size_, found, t, num_heads, d, stride, scale * LOG2_E, power,
-        HAS_SIZE=size is not None, TOKENS=fitting(t), WIDTH=fitting(d), num_warps=4,
+    """Attention received from the first token, or from the mean query, of a `qkv` projection."""
+    qkv = qkv.contiguous()
+    query, key, _ = _parts(qkv, num_heads)
+    across = qkv.shape[2] // 3
+    if not class_token:
+        mean = qkv[..., :across].mean(dim=1, dtype=torch.float32)
+        query = Heads(mean, across, 0, query.head)
+    return _received(query, key, size, qkv.shape[1], num_heads, across // num_heads, scale, power)
+
+
+def importance_of(
+    asking: Tensor, key: Tensor, size: Tensor | None, scale: float, power: float = 1.0
+) -> Tensor:
+    """Attention that keys, `b t h d`, receive from one query, `b 1 h d`."""
+    _, t, h, d = key.shape
+    return _received(_heads(asking), _heads(key), size, t, h, d, scale, power)
+
+
+def _received(
+    query: Heads, key: Heads, size: Tensor | None, t: int, h: int, d: int, scale: float,
+    power: float,
+) -> Tensor:  # fmt: skip
+    b, some = key.tensor.shape[0], min(fitting(t), MOST_AT_ONCE)
+    parts = parts_of(t, some)
+    scores = torch.empty(b, h, t, device=key.tensor.device, dtype=torch.float32)
+    peaks, sums = scores.new_empty(b, h, parts), scores.new_empty(b, h, parts)
+    found = scores.new_empty(b, t)
+    size_, stride = sizes_of(size, scores)
+    _score_kernel[b, h, parts](
+        query.tensor, key.tensor, size_, scores, peaks, sums, t, d, query.image, query.head,
+        *key.strides, key.offset, stride, scale * LOG2_E, power,
+        HAS_SIZE=size is not None, TOKENS=some, WIDTH=fitting(d), num_warps=4,
     )  # fmt: skip
-    return found.mean(dim=1)
+    _share_kernel[b, parts_of(t, 128)](
+        scores, peaks, sums, found, t, h, parts, TOKENS=128, PARTS=fitting(parts), num_warps=4
+    )
+    return found
 
 
 def attention(
@@ -168,24 +272,60 @@ def attention(
 ) -> Tensor:
     """Proportional attention, from the output of a `qkv` projection to the input of `proj`."""
     b, t, width = qkv.shape
-    d = width // (3 * num_heads)
+    qkv, d = qkv.contiguous(), width // (3 * num_heads)
+    short = qkv.element_size() == 2 and t <= MOST_AT_ONCE and d <= MOST_CHANNELS
+    if not (short and has_room(qkv.device, ROOM)):
+        return _attend(*_parts(qkv, num_heads), size, t, num_heads, d, scale, power)
     out = qkv.new_empty(b, t, num_heads * d)
     size_, stride = sizes_of(size, size)
-    arguments = (qkv.contiguous(), size_, out, t, num_heads, d, stride, scale * LOG2_E, power)
-    channels, few = fitting(d, 16), b < FEW_IMAGES
-    if qkv.element_size() == 2 and t <= MOST_AT_ONCE and has_room(qkv.device, ROOM):
-        keys, more = _tiles(t)
-        repeats = 1 if few else parts_of(t, 64)
-        _short_attention_kernel[(parts_of(t, 64 * repeats) * b * num_heads,)](
-            *arguments, REPEATS=repeats, ROWS=64, KEYS=keys, MORE=more, WIDTH=channels,
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
-        return out
-    rows, columns, stages = (32, 64, 2) if few else (64, 32, 3)
-    _attention_kernel[(parts_of(t, rows) * b * num_heads,)](
-        *arguments, ROWS=rows, COLUMNS=columns, WIDTH=channels, num_warps=4, num_stages=stages
-    )
+    keys, more = _tiles(t)
+    repeats = 1 if b < FEW_IMAGES else parts_of(t, 64)
+    _short_attention_kernel[(parts_of(t, 64 * repeats) * b * num_heads,)](
+        qkv, size_, out, t, num_heads, d, stride, scale * LOG2_E, power,
+        REPEATS=repeats, ROWS=64, KEYS=keys, MORE=more, WIDTH=fitting(d, 16),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
     return out
+
+
+def attention_of(
+    query: Tensor, key: Tensor, value: Tensor, size: Tensor, scale: float, power: float = 1.0
+) -> Tensor:
+    """Proportional attention of queries, keys and values, `b t h d`, to the input of `proj`."""
+    _, t, h, d = query.shape
+    return _attend(_heads(query), _heads(key), _heads(value), size, t, h, d, scale, power)
+
+
+def _attend(
+    query: Heads, key: Heads, value: Heads, size: Tensor, t: int, h: int, d: int, scale: float,
+    power: float,
+) -> Tensor:  # fmt: skip
+    b, x = query.tensor.shape[0], query.tensor
+    out = x.new_empty(b, t, h * d)
+    size_, stride = sizes_of(size, size)
+    bias = torch.empty(size_.shape, device=x.device, dtype=torch.float32)
+    number = size_.numel()
+    _bias_kernel[(parts_of(number, 256),)](size_, bias, number, power, TOKENS=256, num_warps=2)
+    rows, columns, warps, stages = _blocks(x, t, h, fitting(d, 16))
+    _attention_kernel[(parts_of(t, rows) * b * h,)](
+        query.tensor, key.tensor, value.tensor, bias, out, t, h, d,
+        *query.strides, *key.strides, *value.strides, key.offset, value.offset, stride,
+        scale * LOG2_E, EVEN=d == fitting(d, 16), ROWS=rows, COLUMNS=columns, WIDTH=fitting(d, 16),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _blocks(x: Tensor, t: int, h: int, width: int) -> tuple[int, int, int, int]:
+    """Queries and keys of a program, its warps, and how many tiles ahead it loads."""
+    wide = width > MOST_CHANNELS
+    if x.element_size() == 4:
+        return (32, 32, 4, 1) if wide else (64, 32, 4, 2)
+    if not has_room(x.device, ROOM):
+        return (64, 32, 4, 2)
+    if parts_of(t, 128) * h * x.shape[0] < 2 * MANY_PROGRAMS:
+        return (64, 64, 4, 3)
+    return (128, 64, 8, 3) if wide else (128, 64, 4, 3)
 
 
 def _tiles(t: int) -> tuple[int, int]:

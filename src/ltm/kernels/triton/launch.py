@@ -13,6 +13,8 @@ from torch import Tensor
 
 FEW_IMAGES = 16
 """Batches below this leave most of a GPU idle: smaller programs finish earlier."""
+MANY_PROGRAMS = 132
+"""So many programs of the largest tiles fill a GPU."""
 ROOM = 96 * 1024
 """Bytes of shared memory that the largest tiles take; GPUs with less have too few registers too."""
 
@@ -25,6 +27,11 @@ def parts_of(number: int, size: int) -> int:
 def fitting(number: int, least: int = 1) -> int:
     """The power of two that holds a number; Triton's own is slow outside of kernels."""
     return max(least, 1 << (max(number, 1) - 1).bit_length())
+
+
+def warps_for(number: int) -> int:
+    """Warps of a program that holds this many numbers at once, at most 32 a thread."""
+    return min(max(fitting(number) // 512, 4), 16)
 
 
 def sizes_of(size: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:

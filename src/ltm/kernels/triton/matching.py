@@ -8,40 +8,26 @@ included), r tokens that leave.
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ltm.kernels.triton.gradient import Classes
 from ltm.kernels.triton.launch import branch, fitting, parts_of, sizes_of
-from ltm.kernels.triton.pairs import Pairs, compare, distances
-from ltm.kernels.triton.weighing import Step, descent, step_of
+from ltm.kernels.triton.pairs import compare, distances
+from ltm.kernels.triton.tiles import Places, Rule, place_by_tiles
+from ltm.kernels.triton.weighing import Step, descent, step_of, weight_of
 
-
-@triton.jit
-def _weight_of(
-    weight, size, attention, tokens, there, t, power, least,
-    HAS_WEIGHT: tl.constexpr, HAS_SIZE: tl.constexpr, ATTENDED: tl.constexpr,
-):  # fmt: skip
-    """What tokens of an image weigh, by the attention that each of their patches receives too."""
-    counted = tl.full(tokens.shape, 1.0, tl.float32)
-    if HAS_SIZE:
-        counted = tl.load(size + tokens, mask=there, other=1.0).to(tl.float32)
-    found = counted
-    if HAS_WEIGHT:
-        found = tl.load(weight + tokens, mask=there, other=0.0).to(tl.float32)
-    if ATTENDED:
-        share = tl.load(attention + tokens, mask=there, other=0.0) * t / tl.maximum(counted, 1.0)
-        # What is no number counts least as well.
-        found = found * tl.exp(power * tl.log(tl.where(share > least, share, least)))
-    return found
+MOST_AT_ONCE = 256
+"""Tokens of which a program can hold the distances to some: longer sequences go tile by tile."""
 
 
 @triton.jit
 def _assign_kernel(
     products, rank, size, weight, attention, fall, carry, gain,
-    assignment, stays, leaves, weighed, logits,
+    assignment, stays, leaves, goes, weighed, logits,
     t, k, num_leaving, size_stride, weight_stride, carry_stride, power, least, eta,
     HAS_SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, ATTENDED: tl.constexpr, PRUNE: tl.constexpr,
     STEPS: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
@@ -65,12 +51,13 @@ def _assign_kernel(
     apart = distances(start, everyone, inside, rows, here & gone, n)
     target = tl.argmin(tl.where(closed[:, None], float("inf"), apart), axis=0)
     taken = tl.where(gone, target, rows)
-    goes = tl.sum(tl.where(everyone[:, None] == taken[None], place[:, None], 0), axis=0)
-    tl.store(assignment + image * t + k + rows, goes.to(tl.int64), mask=here)
+    into = tl.sum(tl.where(everyone[:, None] == taken[None], place[:, None], 0), axis=0)
+    tl.store(assignment + image * t + k + rows, into.to(tl.int64), mask=here)
     tl.store(leaves + image * num_leaving + turn, k + rows, mask=here & gone)
-    tl.store(stays + image * (t - num_leaving) + goes, k + rows, mask=here & (gone == 0))
-    share = _weight_of(
-        weights, sizes, attention + image * t, k + rows, here, t, power, least,
+    tl.store(goes + image * num_leaving + turn, into, mask=here & gone)
+    tl.store(stays + image * (t - num_leaving) + into, k + rows, mask=here & (gone == 0))
+    share = weight_of(
+        weights, sizes, attention + image * t, k + rows, here, here, t, power, least,
         HAS_WEIGHT, HAS_SIZE, ATTENDED,
     )  # fmt: skip
     if STEPS:
@@ -87,51 +74,61 @@ def _assign_kernel(
         prefix = everyone < k
         tl.store(assignment + image * t + everyone, everyone.to(tl.int64), mask=prefix)
         tl.store(stays + image * (t - num_leaving) + everyone, everyone, mask=prefix)
-        unchanged = _weight_of(
-            weights, sizes, attention, everyone, prefix, t, power, least,
+        unchanged = weight_of(
+            weights, sizes, attention, everyone, prefix, prefix, t, power, least,
             HAS_WEIGHT, HAS_SIZE, False,
         )  # fmt: skip
         tl.store(weighed + image * t + everyone, unchanged, mask=prefix)
 
 
-def place(
-    pairs: Pairs,
+def _place_at_once(
+    tokens: Tensor,
     size: Tensor | None,
     attention: Tensor | None,
     weight: Tensor | None,
-    step: Step | None,
-    num_leaving: int,
-    num_prefix: int,
-    power: float,
-    least: float,
-    prune: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Every token's place after the merge, who stays, who leaves, what each weighs; its logits.
-
-    Those are there after a step only.
-    """
-    (b, n), device = pairs.rank.shape, pairs.rank.device
-    t = n + num_prefix
-    assignment = torch.empty(b, t, device=device, dtype=torch.int64)
-    stays = torch.empty(b, t - num_leaving, device=device, dtype=torch.int32)
-    leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
-    weighed = torch.empty(b, t, device=device, dtype=torch.float32)
-    logits = weighed if step is None else weighed.new_empty(b, n)
-    size_, stride = sizes_of(size, weighed)
-    weight_, weight_stride = sizes_of(weight, weighed)
-    fall, carry, gain, eta = (weighed, None, None, 0.0) if step is None else step
-    carry_, carry_stride = sizes_of(carry, weighed)
+    step: Callable[[], Step] | None,
+    rule: Rule,
+) -> tuple[Places, Tensor]:
+    """`place_by_tiles` of a short sequence, whose pairs are kept."""
+    b, t, k = *tokens.shape[:2], rule.num_prefix
+    n = t - k
+    pairs = compare(tokens, size, attention, k, rule.protection)
+    places = Places.empty(b, t, rule.num_leaving, tokens.device)
+    nothing = places.weighed
+    logits = nothing if step is None else nothing.new_empty(b, n)
+    size_, stride = sizes_of(size, nothing)
+    weight_, weight_stride = sizes_of(weight, nothing)
+    fall, carry, gain, eta = (nothing, None, None, 0.0) if step is None else step()
+    carry_, carry_stride = sizes_of(carry, nothing)
     _assign_kernel[b, parts_of(n, 16)](
-        *pairs, size_, weight_, weighed if attention is None else attention.contiguous(),
-        fall, carry_, weighed if gain is None else gain,
-        assignment, stays, leaves, weighed, logits,
-        t, num_prefix, num_leaving, stride, weight_stride, carry_stride, power, least, eta,
+        *pairs, size_, weight_, nothing if attention is None else attention.contiguous(),
+        fall, carry_, nothing if gain is None else gain,
+        *places, logits, t, k, rule.num_leaving, stride, weight_stride, carry_stride,
+        rule.power, rule.least, eta,
         HAS_SIZE=size is not None, HAS_WEIGHT=weight is not None,
-        ATTENDED=attention is not None and power != 0, PRUNE=prune,
+        ATTENDED=attention is not None and rule.power != 0, PRUNE=rule.prune,
         STEPS=step is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
         TOKENS=fitting(t), ROWS=16, num_warps=4,
     )  # fmt: skip
-    return assignment, stays, leaves, weighed, logits
+    return places, logits
+
+
+def _place(
+    tokens: Tensor,
+    size: Tensor | None,
+    attention: Tensor | None,
+    weight: Tensor | None,
+    step: Callable[[], Step] | None,
+    rule: Rule,
+) -> tuple[Places, Tensor]:
+    """Every token's place after the merge; its logits, which are there after a step only."""
+    rule = rule._replace(
+        alternate=rule.alternate and rule.num_leaving <= (tokens.shape[1] - rule.num_prefix) // 2
+    )
+    short = tokens.shape[1] <= MOST_AT_ONCE and not rule.alternate
+    place = _place_at_once if short else place_by_tiles
+    attention = None if attention is None else attention.float()
+    return place(tokens.contiguous(), size, attention, weight, step, rule)
 
 
 def assign(
@@ -145,14 +142,11 @@ def assign(
     power: float,
     least: float,
     prune: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    alternate: bool = False,
+) -> Places:
     """`match_least_harm`: every token's place after the merge, who stays, who leaves; weights."""
-    attention = None if attention is None else attention.float()
-    pairs = compare(tokens, size, attention, num_prefix, protection)
-    assignment, stays, leaves, weighed, _ = place(
-        pairs, size, attention, weight, None, num_leaving, num_prefix, power, least, prune
-    )
-    return assignment, stays, leaves, weighed
+    rule = Rule(num_leaving, num_prefix, protection, power, least, prune, alternate)
+    return _place(tokens, size, attention, weight, None, rule)[0]
 
 
 def inform_and_assign(
@@ -172,16 +166,20 @@ def inform_and_assign(
     power: float,
     least: float,
     prune: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    alternate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`assign` with the weights that `inform` would give, and its logits.
 
     Pairs are compared beside the gradient; the step is taken where tokens are placed.
     """
     tokens = tokens.contiguous()
-    attention = None if attention is None else attention.float()
     with branch(tokens) as join:
         fall = descent(tokens, size, Classes(centroids, offsets, costs, beta), num_prefix)
-    pairs = compare(tokens, size, attention, num_prefix, protection)
-    join()
-    step = Step(fall, None if carry is None else carry.float(), gain, eta)
-    return place(pairs, size, attention, None, step, num_leaving, num_prefix, power, least, prune)
+
+    def step() -> Step:
+        join()
+        return Step(fall, None if carry is None else carry.float(), gain, eta)
+
+    rule = Rule(num_leaving, num_prefix, protection, power, least, prune, alternate)
+    places, logits = _place(tokens, size, attention, None, step, rule)
+    return *places, logits

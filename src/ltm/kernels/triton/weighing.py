@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ltm.kernels.dispatch import ZERO_LENGTH
 from ltm.kernels.triton.gradient import Classes, unit_gradient
-from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of
+from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of, warps_for
 
 LARGE_MAP = 1024
 """More tokens than this of each of many images are added up by several warps."""
@@ -105,6 +105,26 @@ def step_of(
 
 
 @triton.jit
+def weight_of(
+    weight, size, attention, tokens, there, patch, t, power, least,
+    HAS_WEIGHT: tl.constexpr, HAS_SIZE: tl.constexpr, ATTENDED: tl.constexpr,
+):  # fmt: skip
+    """What tokens of an image weigh; patches by the attention that they receive too."""
+    counted = tl.full(tokens.shape, 1.0, tl.float32)
+    if HAS_SIZE:
+        counted = tl.load(size + tokens, mask=there, other=1.0).to(tl.float32)
+    found = counted
+    if HAS_WEIGHT:
+        found = tl.load(weight + tokens, mask=there, other=0.0).to(tl.float32)
+    if ATTENDED:
+        share = tl.load(attention + tokens, mask=patch, other=0.0) * t / tl.maximum(counted, 1.0)
+        # What is no number counts least as well.
+        factor = tl.exp(power * tl.log(tl.where(share > least, share, least)))
+        found = tl.where(patch, found * factor, found)
+    return found
+
+
+@triton.jit
 def _step_kernel(
     fall, carry, gain, size, logits, weight, t, k, size_stride, carry_stride, eta,
     HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr,
@@ -183,6 +203,6 @@ def inform(
         fall, carry_, weight if gain is None else gain, size_, logits, weight,
         t, num_prefix, stride, carry_stride, eta,
         HAS_CARRY=carry is not None, HAS_GAIN=gain is not None, HAS_SIZE=size is not None,
-        TOKENS=fitting(t), num_warps=2 if t <= 512 else 8,
+        TOKENS=fitting(t), num_warps=2 if t <= 512 else max(8, warps_for(t)),
     )  # fmt: skip
     return logits, weight

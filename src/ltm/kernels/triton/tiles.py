@@ -1,0 +1,403 @@
+"""Matching of long sequences: pairs of patches are compared tile by tile, and none is stored.
+
+The first pass goes over all pairs and keeps, of each patch, the least harm that merging it would do.
+Those of least harm leave. The second pass compares those that leave with those that stay, and keeps
+the nearest of each. Where even patches may leave to odd ones only, one pass finds both.
+
+What tiles find is put together by atomic minima of integers, so every run gives the same result:
+numbers that are not negative have the order of their bits, and a pair's distance stands before its
+partner's place, so that of two alike the first is taken.
+
+Letters: b images, t tokens with their k prefix tokens, n patch tokens, p tokens that stay (prefix
+included), r tokens that leave, c channels.
+"""
+
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ltm.kernels.triton.launch import (
+    MANY_PROGRAMS,
+    ROOM,
+    fitting,
+    has_room,
+    parts_of,
+    sizes_of,
+    warps_for,
+)
+from ltm.kernels.triton.weighing import Step, step_of, weight_of
+
+NOBODY = tl.constexpr(0x7FFFFFFF)
+"""More than the bits of any number: who has this never leaves."""
+FARTHEST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+"""A partner that any other replaces."""
+
+
+@triton.jit
+def _square_kernel(
+    tokens, squares, least, t, k, c,
+    ALTERNATE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The squared lengths of some patches of an image; nothing is known of their partners yet."""
+    image, n = tl.program_id(0), t - k
+    rows = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    here = rows < n
+    start = tokens + (image * t + k).to(tl.int64) * c + rows[:, None] * c
+    found = tl.zeros((TOKENS,), tl.float32)
+    for first in range(0, c, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        valid = here[:, None] & (channels < c)[None]
+        x = tl.load(start + channels[None], mask=valid, other=0.0).to(tl.float32)
+        found += tl.sum(x * x, axis=1)
+    tl.store(squares + image * n + rows, found, mask=here)
+    if ALTERNATE:
+        nothing = tl.full((TOKENS,), FARTHEST, tl.int64)
+        even = here & (rows % 2 == 0)
+        tl.store(least + image * ((n + 1) // 2) + rows // 2, nothing, mask=even)
+    else:
+        tl.store(least + image * n + rows, tl.full((TOKENS,), NOBODY, tl.int32), mask=here)
+
+
+@triton.jit
+def _products(
+    own, theirs, inside, there, c, FULL: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Products of tokens (down) with others (across), from where their channels begin."""
+    found = tl.zeros((own.shape[0], theirs.shape[0]), tl.float32)
+    for first in range(0, c, CHANNELS):
+        channels = first + tl.arange(0, CHANNELS)
+        known = (channels < c) | FULL
+        # These tiles go into the product and nowhere else: on Hopper Triton (3.6, 3.9) lets a
+        # product go on while the next tile is loaded, and other readers would not be waited for.
+        x = tl.load(own[:, None] + channels[None], mask=inside[:, None] & known[None], other=0.0)
+        y = tl.load(theirs[:, None] + channels[None], mask=there[:, None] & known[None], other=0.0)
+        if x.dtype == tl.float32:  # a sum a tile: one long sum would round more
+            found += tl.dot(x, tl.trans(y), input_precision="ieee")
+        else:
+            found = tl.dot(x, tl.trans(y), found)
+    return found
+
+
+@triton.jit
+def _apart(own, theirs, both):
+    """Squared distances from squared lengths and products.
+
+    What is not finite is far from everything, but not as far as what is closed.
+    """
+    found = own[:, None] + theirs[None] - 2 * both
+    return tl.where(found < 3e38, tl.maximum(found, 0.0), 3e38)
+
+
+@triton.jit
+def _ward(own, theirs):
+    """`m_i m_j / (m_i + m_j)`, twice: 1 where all sizes are one."""
+    return 2 * own[:, None] * theirs[None] / tl.maximum(own[:, None] + theirs[None], 1e-6)
+
+
+@triton.jit
+def _harm_kernel(
+    tokens, squares, size, attention, harm, t, k, c, size_stride,
+    HAS_SIZE: tl.constexpr, HAS_ATTENTION: tl.constexpr, FULL: tl.constexpr,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The least harm of merging each of a block of patches into one of another, and the reverse.
+
+    Of two patches the one that receives less attention may leave to the other, never both: so each
+    pair of blocks is compared once.
+    """
+    tile, image, n = tl.program_id(0), tl.program_id(1), t - k
+    # Tiles are those of a triangle, row by row: the second block is never before the first.
+    second = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
+    second = tl.where((second + 1) * (second + 2) // 2 <= tile, second + 1, second)
+    second = tl.where(second * (second + 1) // 2 > tile, second - 1, second)
+    first = tile - second * (second + 1) // 2
+    rows, columns = first * SIDE + tl.arange(0, SIDE), second * SIDE + tl.arange(0, SIDE)
+    inside, there = rows < n, columns < n
+    start = tokens + (image * t + k).to(tl.int64) * c
+    both = _products(start + rows * c, start + columns * c, inside, there, c, FULL, CHANNELS)
+    squares += image * n
+    own = tl.load(squares + rows, mask=inside, other=0.0)
+    theirs = tl.load(squares + columns, mask=there, other=0.0)
+    apart = _apart(own, theirs, both)
+    later = columns[None] > rows[:, None]
+    goes, comes = later, columns[None] < rows[:, None]
+    if HAS_ATTENTION:
+        attention += image * t + k
+        seen = tl.load(attention + rows, mask=inside, other=0.0)
+        others = tl.load(attention + columns, mask=there, other=0.0)
+        same = seen[:, None] == others[None]
+        goes = (seen[:, None] < others[None]) | (same & goes)
+        comes = (seen[:, None] > others[None]) | (same & comes)
+    if HAS_SIZE:
+        size += image * size_stride + k
+        count = tl.load(size + rows, mask=inside, other=0.0).to(tl.float32)
+        counts = tl.load(size + columns, mask=there, other=0.0).to(tl.float32)
+        apart = apart * _ward(count, counts)
+        goes, comes = goes & (counts > 0)[None], comes & (count > 0)[:, None]
+    goes, comes = goes & there[None], comes & inside[:, None]
+    harm += image * n
+    leaving = tl.min(tl.where(goes, apart, float("inf")), axis=1)
+    tl.atomic_min(harm + rows, leaving.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+    leaving = tl.min(tl.where(comes, apart, float("inf")), axis=0)
+    tl.atomic_min(harm + columns, leaving.to(tl.int32, bitcast=True), mask=there, sem="relaxed")
+
+
+@triton.jit
+def _nearest_kernel(
+    tokens, squares, size, leaves, stays, nearest, t, k, c, num_rows, num_columns, size_stride,
+    ALTERNATE: tl.constexpr, HAS_SIZE: tl.constexpr, FULL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The nearest of some patches, among some others: those that stay, or the odd ones."""
+    image, n = tl.program_id(2), t - k
+    turns = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside, there = turns < num_rows, columns < num_columns
+    if ALTERNATE:
+        rows, others = 2 * turns, 2 * columns + 1
+    else:
+        rows = tl.load(leaves + image * num_rows + turns, mask=inside, other=k) - k
+        others = tl.load(stays + image * (t - num_rows) + k + columns, mask=there, other=k) - k
+    start = tokens + (image * t + k).to(tl.int64) * c
+    both = _products(start + rows * c, start + others * c, inside, there, c, FULL, CHANNELS)
+    squares += image * n
+    own = tl.load(squares + rows, mask=inside, other=0.0)
+    theirs = tl.load(squares + others, mask=there, other=0.0)
+    apart = _apart(own, theirs, both)
+    if HAS_SIZE:
+        size += image * size_stride + k
+        counts = tl.load(size + others, mask=there, other=0.0).to(tl.float32)
+        if ALTERNATE:
+            count = tl.load(size + rows, mask=inside, other=0.0).to(tl.float32)
+            apart = apart * _ward(count, counts)
+        there = there & (counts > 0)
+    apart = tl.where(there[None], apart, float("inf"))
+    least, which = tl.min(apart, axis=1, return_indices=True)
+    which = tl.program_id(0) * COLUMNS + which
+    found = (least.to(tl.int32, bitcast=True).to(tl.int64) << 32) | which.to(tl.int64)
+    tl.atomic_min(nearest + image * num_rows + turns, found, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _choose_kernel(
+    least, size, weight, attention, fall, carry, gain,
+    assignment, stays, leaves, weighed, logits, nearest,
+    t, k, num_leaving, size_stride, weight_stride, carry_stride, protection, power, fewest, eta,
+    ALTERNATE: tl.constexpr, HAS_SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_ATTENTION: tl.constexpr, ATTENDED: tl.constexpr, PRUNE: tl.constexpr,
+    STEPS: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Who leaves an image and who stays, in their order, and what every token weighs."""
+    image, n = tl.program_id(0), t - k
+    tokens = tl.arange(0, TOKENS)
+    inside, patches = tokens < t, tokens - k
+    patch = inside & (patches >= 0)
+    if ALTERNATE:
+        free = patch & (patches % 2 == 0)
+        packed = tl.load(least + image * ((n + 1) // 2) + patches // 2, mask=free, other=0)
+        harm = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        free = patch
+        found = tl.load(least + image * n + patches, mask=free, other=0)
+        harm = found.to(tl.float32, bitcast=True)
+    harm = tl.where(harm < float("inf"), harm, float("inf"))  # none was found
+    if HAS_ATTENTION:
+        seen = tl.load(attention + image * t + tokens, mask=free, other=1.0)
+        harm = harm * tl.exp(protection * tl.log(tl.maximum(seen, 1e-12)))
+    harm = tl.where(harm == harm, harm, float("inf"))  # noqa: PLR0124 - infinity times nothing
+    if HAS_SIZE:
+        count = tl.load(size + image * size_stride + tokens, mask=inside, other=1.0)
+        harm = tl.where(count.to(tl.float32) <= 0, 0.0, harm)  # what is not there leaves first
+    key = tl.where(free, harm.to(tl.int32, bitcast=True), NOBODY)
+    # The harm of the last that leaves, bit by bit: fewer than all that leave do less.
+    last = 0
+    for bit in range(31):
+        more = last | (1 << (30 - bit))
+        last = tl.where(tl.sum((key < more).to(tl.int32), axis=0) < num_leaving, more, last)
+    below, tied = key < last, (key == last).to(tl.int32)
+    turn = tl.cumsum(tied, axis=0) - tied
+    gone = below | ((tied > 0) & (turn < num_leaving - tl.sum(below.to(tl.int32), axis=0)))
+    left = tl.cumsum(gone.to(tl.int32), axis=0)
+    goes, place = gone & inside, tokens - left
+    tl.store(leaves + image * num_leaving + left - 1, tokens, mask=goes)
+    tl.store(stays + image * (t - num_leaving) + place, tokens, mask=inside & (gone == 0))
+    tl.store(assignment + image * t + tokens, place.to(tl.int64), mask=inside & (gone == 0))
+    if ALTERNATE == 0:
+        nothing = tl.full((TOKENS,), FARTHEST, tl.int64)
+        tl.store(nearest + image * num_leaving + left - 1, nothing, mask=goes)
+    share = weight_of(
+        weight + image * weight_stride, size + image * size_stride, attention + image * t,
+        tokens, inside, patch, t, power, fewest, HAS_WEIGHT, HAS_SIZE, ATTENDED,
+    )  # fmt: skip
+    if STEPS:
+        found = step_of(
+            fall + image * n, carry + image * carry_stride, gain, patches, patch, patches, n, eta,
+            HAS_CARRY, HAS_GAIN,
+        )  # fmt: skip
+        tl.store(logits + image * n + patches, found, mask=patch)
+        share = tl.where(patch, share * tl.exp(found), share)
+    if PRUNE:
+        share = tl.where(gone, 0.0, share)
+    tl.store(weighed + image * t + tokens, share, mask=inside)
+
+
+@triton.jit
+def _settle_kernel(
+    nearest, leaves, assignment, goes, t, k, num_leaving, ALTERNATE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The place of some patches that leave: that of their nearest."""
+    image = tl.program_id(0)
+    turns = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    here = turns < num_leaving
+    who = tl.load(leaves + image * num_leaving + turns, mask=here, other=k)
+    if ALTERNATE:
+        even = (t - k + 1) // 2
+        found = tl.load(nearest + image * even + (who - k) // 2, mask=here, other=0)
+        other = k + 2 * (found & 0x7FFFFFFF).to(tl.int32) + 1
+        place = tl.load(assignment + image * t + other, mask=here, other=0)
+    else:
+        found = tl.load(nearest + image * num_leaving + turns, mask=here, other=0)
+        place = k + (found & 0x7FFFFFFF)
+    tl.store(assignment + image * t + who, place, mask=here)
+    tl.store(goes + image * num_leaving + turns, place.to(tl.int32), mask=here)
+
+
+class Places(NamedTuple):
+    """What a matching says of every token of every image."""
+
+    assignment: Tensor
+    """Its place after the merge, `b t`."""
+    stays: Tensor
+    """Who stays, in their order, `b p`."""
+    leaves: Tensor
+    """Who leaves, `b r`."""
+    goes: Tensor
+    """The places of those that leave, `b r`."""
+    weighed: Tensor
+    """What each weighs in the merge, `b t`."""
+
+    @classmethod
+    def empty(cls, b: int, t: int, num_leaving: int, device: torch.device) -> Places:
+        """Not known yet."""
+        leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
+        return cls(
+            assignment=torch.empty(b, t, device=device, dtype=torch.int64),
+            stays=leaves.new_empty(b, t - num_leaving),
+            leaves=leaves,
+            goes=torch.empty_like(leaves),
+            weighed=torch.empty(b, t, device=device, dtype=torch.float32),
+        )
+
+
+class Rule(NamedTuple):
+    """How many tokens leave, and by what rule; as in `core.matching`."""
+
+    num_leaving: int
+    num_prefix: int
+    protection: float
+    power: float
+    least: float
+    prune: bool
+    alternate: bool
+
+
+def place_by_tiles(
+    tokens: Tensor,
+    size: Tensor | None,
+    attention: Tensor | None,
+    weight: Tensor | None,
+    step: Callable[[], Step] | None,
+    rule: Rule,
+) -> tuple[Places, Tensor]:
+    """Every token's place after the merge, and its logits, which are there after a step only."""
+    (b, t, c), k, r = tokens.shape, rule.num_prefix, rule.num_leaving
+    n, alternate, device = t - k, rule.alternate, tokens.device
+    places = Places.empty(b, t, r, device)
+    squares = torch.empty(b, n, device=device, dtype=torch.float32)
+    nearest = torch.empty(b, (n + 1) // 2 if alternate else r, device=device, dtype=torch.int64)
+    least = nearest if alternate else torch.empty(b, n, device=device, dtype=torch.int32)
+    nothing = places.weighed
+    size_, stride = sizes_of(size, nothing)
+    attention_ = nothing if attention is None else attention.contiguous()
+    _square_kernel[b, parts_of(n, 16)](
+        tokens, squares, least, t, k, c,
+        ALTERNATE=alternate, TOKENS=16, CHANNELS=min(fitting(c), 256), num_warps=4,
+    )  # fmt: skip
+
+    def find_nearest(num_rows: int, num_columns: int) -> None:
+        rows, columns, options = _tiling(tokens, b, num_rows, num_columns)
+        if num_rows == 0 or num_columns == 0:
+            return
+        _nearest_kernel[parts_of(num_columns, columns), parts_of(num_rows, rows), b](
+            tokens, squares, size_, places.leaves, places.stays, nearest,
+            t, k, c, num_rows, num_columns, stride,
+            ALTERNATE=alternate, HAS_SIZE=size is not None, ROWS=rows, COLUMNS=columns, **options,
+        )  # fmt: skip
+
+    if alternate:
+        find_nearest((n + 1) // 2, n // 2)
+    else:
+        side, _, options = _tiling(tokens, b, n, n)
+        blocks = parts_of(n, side)
+        _harm_kernel[blocks * (blocks + 1) // 2, b](
+            tokens, squares, size_, attention_, least, t, k, c, stride,
+            HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None, SIDE=side, **options,
+        )  # fmt: skip
+    logits = _choose(least, nearest, places, size, attention, weight, step and step(), rule)
+    if not alternate:
+        find_nearest(r, n - r)
+    if r > 0:
+        _settle_kernel[b, parts_of(r, 256)](
+            nearest, places.leaves, places.assignment, places.goes, t, k, r,
+            ALTERNATE=alternate, TOKENS=256, num_warps=4,
+        )  # fmt: skip
+    return places, logits
+
+
+def _choose(
+    least: Tensor, nearest: Tensor, places: Places, size: Tensor | None, attention: Tensor | None,
+    weight: Tensor | None, step: Step | None, rule: Rule,
+) -> Tensor:  # fmt: skip
+    """Fill in all that does not depend on the nearest; returns the logits."""
+    b, t = places.weighed.shape
+    nothing = places.weighed
+    logits = nothing if step is None else nothing.new_empty(b, t - rule.num_prefix)
+    size_, stride = sizes_of(size, nothing)
+    weight_, weight_stride = sizes_of(weight, nothing)
+    fall, carry, gain, eta = (nothing, None, None, 0.0) if step is None else step
+    carry_, carry_stride = sizes_of(carry, nothing)
+    _choose_kernel[(b,)](
+        least, size_, weight_, nothing if attention is None else attention.contiguous(),
+        fall, carry_, nothing if gain is None else gain,
+        places.assignment, places.stays, places.leaves, places.weighed, logits, nearest,
+        t, rule.num_prefix, rule.num_leaving, stride, weight_stride, carry_stride,
+        rule.protection, rule.power, rule.least, eta,
+        ALTERNATE=rule.alternate, HAS_SIZE=size is not None, HAS_WEIGHT=weight is not None,
+        HAS_ATTENTION=attention is not None,
+        ATTENDED=attention is not None and rule.power != 0, PRUNE=rule.prune,
+        STEPS=step is not None, HAS_CARRY=carry is not None, HAS_GAIN=gain is not None,
+        TOKENS=fitting(t), num_warps=warps_for(t),
+    )  # fmt: skip
+    return logits
+
+
+def _tiling(tokens: Tensor, b: int, rows: int, columns: int) -> tuple[int, int, dict[str, Any]]:
+    """The sides of a tile of pairs, and how a program goes through the channels."""
+    half, c = tokens.element_size() == 2, tokens.shape[2]
+    many = b * parts_of(rows, 128) * parts_of(columns, 128) >= MANY_PROGRAMS
+    channels, stages = (64, 3) if half else (32, 2)
+    if half and many and has_room(tokens.device, ROOM):
+        side, warps = 128, 8
+    else:
+        side, warps = 64, 4
+    options = {"CHANNELS": channels, "num_warps": warps, "num_stages": stages}
+    return side, side, {**options, "FULL": c % channels == 0}
