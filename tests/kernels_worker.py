@@ -15,7 +15,7 @@ from ltm.core.attention import size_bias
 from ltm.core.bottleneck import ClassStatistics, class_membership
 from ltm.core.mask_gradient import weigh
 from ltm.core.matching import Rule, by_attention, match_least_harm, merge_in_order
-from ltm.core.merge import GridMerge
+from ltm.core.merge import GridMerge, members_of
 from ltm.kernels import dispatch, triton as kernels
 from ltm.kernels.dispatch import enable
 from ltm.methods.base import Site
@@ -47,6 +47,14 @@ CASES = {
     "one image": {"images": 1, "attended": True},
     "shared sizes": {"attended": True, "shared": True},
     "given weights": {"sized": True, "attended": True, "weighed": True},
+    "long": {"num_patches": 300, "num_leaving": 140, "sized": True, "attended": True},
+    "long without attention": {"num_patches": 256, "num_leaving": 1, "num_prefix": 5},
+    "long with padding": {
+        "num_patches": 290, "num_leaving": 100, "sized": True, "attended": True, "padded": True,
+    },
+    "sides": {"alternate": True, "attended": True, "num_leaving": 20},
+    "long sides": {"alternate": True, "num_patches": 301, "num_leaving": 90, "sized": True},
+    "more than a side": {"alternate": True, "num_patches": 270, "num_leaving": 180},
     "pruned": {"sized": True, "attended": True, "weighed": True, "prune": True},
 }
 SITE = {"block": 1, "depth": 4, "width": 24, "num_classes": 0, "grid": (5, 9)}
@@ -72,7 +80,7 @@ MODELS = {
 def compare(
     num_prefix=1, channels=24, sized=False, attended=False, padded=False, tied=False, images=2,
     num_patches=45, num_leaving=25, protection=1.0, left=None, shared=False, weighed=False,
-    prune=False,
+    prune=False, alternate=False, dtype=torch.float32,
 ):  # fmt: skip
     """The same decision, and the largest differences of weights and of merged tokens."""
     torch.manual_seed(0)
@@ -87,7 +95,7 @@ def compare(
     if tied:
         tokens[:, -8:] = tokens[:, -16:-8]
         attention[:, -16:] = 0.5
-    rule = Rule(num_leaving=num_leaving, num_prefix=num_prefix, protection=protection, attended=0.5)
+    rule = Rule(num_leaving=num_leaving, num_prefix=num_prefix, protection=protection, attended=0.5, alternate=alternate)
     match = match_least_harm(tokens, rule, size=size, attention=attention)
     given = torch.rand(shape, device=DEVICE) if weighed else None
     weight = by_attention(given, tokens, size, attention, replace(rule, attended=0.0))
@@ -96,9 +104,9 @@ def compare(
     merge = merge_in_order(match, weight, keep_norm=True, prune=prune)
     weights = {}
     for power in (0.0, 0.5):
-        assignment, stays, leaves, weights[power] = kernels.assign(
+        assignment, stays, leaves, goes, weights[power] = kernels.assign(
             tokens, size, attention, given, num_leaving=num_leaving, num_prefix=num_prefix,
-            protection=protection, power=power, least=1e-4, prune=prune,
+            protection=protection, power=power, least=1e-4, prune=prune, alternate=alternate,
         )  # fmt: skip
     gone = torch.zeros_like(match.leaves).scatter(1, leaves.long(), True)
     kept = torch.ones_like(match.leaves).scatter(1, stays.long(), False)
@@ -110,27 +118,28 @@ def compare(
     for keep_norm in (True, False):
         expected = replace(merge, keep_norm=keep_norm).apply(tokens, size, values)
         merged, merged_size, means = kernels.merge_groups(
-            tokens, merge.weight, size, values, assignment, stays, leaves, keep_norm=keep_norm
+            tokens, merge.weight, size, values, stays, leaves, goes, keep_norm=keep_norm
         )
         found[f"merged {keep_norm}"] = float((merged - expected.tokens).abs().max())
         found["sizes"] = float((merged_size - expected.sizes).abs().max())
         found["handed on"] = float((means - expected.values).abs().max())
     merged, _, means = kernels.merge_groups(
-        tokens, merge.weight, size, None, assignment, stays, leaves, keep_norm=False
+        tokens, merge.weight, size, None, stays, leaves, goes, keep_norm=False
     )
     found["without values"] = bool((merged - expected.tokens).abs().max() < 1e-5)
     found["without values"] &= means.numel() == 0
     return found
 
 
-def mixed(images, num_tokens, dtype, padding):
-    """The product with a constant matrix, whose last columns meet no token: the difference."""
+def gathered(images, num_tokens, dtype):
+    """The product with a constant matrix of few tokens a row: the difference."""
     torch.manual_seed(0)
     matrix = torch.rand(20, num_tokens, device=DEVICE)
-    tokens = torch.randn(images, num_tokens, 40, device=DEVICE)
-    wide = torch.nn.functional.pad(matrix, (0, padding))
-    found = kernels.mix(wide.to(dtype), tokens.to(dtype)).float()
-    expected = matrix.to(dtype).float() @ tokens.to(dtype).float()
+    matrix *= torch.rand(matrix.shape, device=DEVICE) > 0.9
+    tokens = torch.randn(images, num_tokens, 40, device=DEVICE).to(dtype)
+    who, share = members_of(matrix.to(dtype))
+    found = kernels.gather(tokens, who, share).float()
+    expected = matrix.to(dtype).float() @ tokens.float()
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -356,9 +365,9 @@ def main():
             "nobody leaves": placed(1, 1, torch.float32, num_leaving=0),
             "many": placed(17, 1, torch.float16),
         },
-        "mixed": [
-            mixed(images, num_tokens, dtype, padding)
-            for images, num_tokens, padding in ((17, 77, 3), (3, 77, 0), (2, 37, 11))
+        "gathered": [
+            gathered(images, num_tokens, dtype)
+            for images, num_tokens in ((17, 77), (3, 37))
             for dtype in (torch.float32, torch.float16)
         ],
         "poisoned": [poisoned(value) for value in (torch.nan, torch.inf)],

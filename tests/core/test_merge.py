@@ -11,8 +11,8 @@ from ltm.core.merge import (
     MatchedMerge,
     StaticMerge,
     compose_weights,
+    members_of,
     restore_through,
-    widened,
 )
 
 B, K, C = 3, 2, 5
@@ -68,9 +68,10 @@ def tokens(merge):
 
 def test_a_constant_mask_is_for_its_own_number_of_tokens():
     static = merges()["static"]
-    static = replace(static, wide=widened(static.matrix))
-    assert static.wide.shape[1] == 64
-    assert not static.wide[:, 48 + K :].any()
+    static = replace(static, members=members_of(static.matrix))
+    who, share = static.members
+    rows = torch.zeros_like(static.matrix).scatter(1, who.long(), share)
+    assert torch.equal(rows, static.matrix)
     for number in (47, 52, 60):
         with pytest.raises(RuntimeError):
             static(torch.randn(B, number, C, dtype=torch.float64))

@@ -79,7 +79,7 @@ def test_informative_steps_agree(found):
 
 @pytest.mark.slow
 def test_constant_masks_agree(found):
-    for single, half in zip(found["mixed"][::2], found["mixed"][1::2], strict=True):
+    for single, half in zip(found["gathered"][::2], found["gathered"][1::2], strict=True):
         assert single < 1e-6
         assert half < 1e-3
 
@@ -142,7 +142,7 @@ def test_wide_networks_have_their_importance_from_a_kernel(monkeypatch, unchecke
     monkeypatch.setattr(attention_step, "_importance", lambda *_: asked.append(_) or torch.zeros(1))
     before = dispatch.enable()
     try:
-        for num_tokens, num_heads in ((577, 12), (197, 8), (197, 12)):
+        for num_tokens, num_heads in ((197, 4), (577, 12)):
             assert not asked
             layer, qkv = Attention(768, num_heads).eval(), torch.zeros(1, num_tokens, 3 * 768)
             attention_step.importance(layer, qkv, None, class_token=True)

@@ -18,10 +18,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ltm.kernels.dispatch import operator, uses_triton
 
-_MAX_HEAD = 64
-"""Wider heads would need more shared memory than many GPUs have."""
-_MAX_TOKENS = 256
-"""More tokens than this do not fit into one program of `importance`."""
+_MAX_HEAD = 128
+"""Wider heads would need more shared memory than GPUs have."""
 
 
 @runtime_checkable
@@ -123,9 +121,8 @@ def importance(
 ) -> Float[Tensor, "b t"]:
     """Attention received from the class token, or from the mean query without one."""
     narrow = qkv.shape[2] <= 3 * layer.num_heads * _MAX_HEAD
-    fits = class_token and qkv.shape[1] <= _MAX_TOKENS and narrow
-    if fits and _is_plain(layer) and uses_triton(qkv):
-        return _importance(qkv, size, layer.num_heads, layer.scale, power)
+    if narrow and _is_plain(layer) and uses_triton(qkv):
+        return _importance(qkv, size, layer.num_heads, layer.scale, power, class_token)
     query, key = _queries_and_keys(layer, qkv)
     only = {"importance"}
     return hints_of(query, key, layer.scale, size, only, power, class_token=class_token)[
@@ -181,7 +178,12 @@ def _attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float, power: f
 
 @operator
 def _importance(
-    qkv: Tensor, size: Tensor | None, num_heads: int, scale: float, power: float
+    qkv: Tensor,
+    size: Tensor | None,
+    num_heads: int,
+    scale: float,
+    power: float,
+    class_token: bool,
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[:2], dtype=torch.float32)
 

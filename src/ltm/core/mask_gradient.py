@@ -28,8 +28,6 @@ from torch.utils.flop_counter import register_flop_formula
 from ltm.core.merge import token_sizes
 from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, operator, uses_triton, widen
 
-_MAX_TOKENS = 4096
-"""More tokens than this are not weighed in one program."""
 _MAX_LOGIT = 8.0
 """Logits are bounded, so that no target's weights can vanish."""
 
@@ -67,8 +65,8 @@ class Step:
 
     def by_kernel(self, tokens: Tensor, carry: Tensor | None) -> bool:
         """Whether Triton takes this step on these tokens."""
-        fits = self.labels is None and self.mapping is None and tokens.shape[1] <= _MAX_TOKENS
-        return fits and uses_triton(tokens, carry, self.gain)
+        plain = self.labels is None and self.mapping is None
+        return plain and uses_triton(tokens, carry, self.gain)
 
     def arguments(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor, float, float]:
         """What the kernels take of it, in their order."""

@@ -34,8 +34,6 @@ from ltm.core.mask_gradient import Step, step_flops, weigh
 from ltm.core.merge import MatchedMerge, token_sizes
 from ltm.kernels.dispatch import is_recorded, operator, uses_triton
 
-_MAX_TOKENS, _MAX_CHANNELS = 256, 1024
-"""Longer sequences and wider tokens use the torch path."""
 _LEAST_SHARE = 1e-4
 """Attention below this part of an even share counts as this much, so that no weight vanishes."""
 
@@ -98,8 +96,7 @@ def match(
     `size` is None while all sizes are one; `attention` is what each token receives. Tokens weigh by
     the informative `step`, or else by the logits handed on in `carry`, or else by size alone.
     """
-    by_kernel = not rule.alternate and _fits(tokens)
-    at_once = step is not None and by_kernel and step.by_kernel(tokens, carry)
+    at_once = step is not None and step.by_kernel(tokens, carry)
     if at_once and uses_triton(tokens, size, attention):
         assert step is not None
         *places, logits = _inform_and_assign(
@@ -108,7 +105,7 @@ def match(
         return Outcome(_ordered(rule, *places), logits)
     known = step is not None or carry is not None
     logits, weight = weigh(tokens, size, carry, step, rule.num_prefix) if known else (None, None)
-    if by_kernel and uses_triton(tokens.detach()):
+    if uses_triton(tokens.detach()):
         # Who leaves has no gradient: a kernel finds it in training too, but no weights then.
         given = size, attention, weight
         fixed: list[Any] = [None if x is None else x.detach() for x in given]
@@ -117,7 +114,7 @@ def match(
         if not uses_triton(tokens.detach(), *given):
             weighed = by_attention(weight, tokens, size, attention, rule)
             weighed = weighed.scatter(1, places[2].long(), 0.0) if rule.prune else weighed
-        return Outcome(_ordered(rule, places[0], places[1], places[2], weighed), logits)
+        return Outcome(_ordered(rule, *places, weighed), logits)
     found = match_least_harm(tokens, rule, size=size, attention=attention)
     weight = by_attention(weight, tokens, size, attention, rule)
     merge = merge_in_order(found, weight, prune=rule.prune, keep_norm=rule.keep_norm)
@@ -424,18 +421,14 @@ def _merge_at(
     )
 
 
-def _fits(tokens: Tensor) -> bool:
-    return tokens.shape[1] <= _MAX_TOKENS and tokens.shape[2] <= _MAX_CHANNELS
-
-
-def _arguments(rule: Rule) -> tuple[int, int, float, float, float, bool]:
+def _arguments(rule: Rule) -> tuple[int, int, float, float, float, bool, bool]:
     """What the kernels take of a rule, in their order."""
-    protection, power = rule.protection, rule.attended
-    return rule.num_leaving, rule.num_prefix, protection, power, _LEAST_SHARE, rule.prune
+    powers = rule.protection, rule.attended, _LEAST_SHARE
+    return rule.num_leaving, rule.num_prefix, *powers, rule.prune, rule.alternate
 
 
 def _ordered(
-    rule: Rule, assignment: Tensor, stays: Tensor, leaves: Tensor, weight: Tensor
+    rule: Rule, assignment: Tensor, stays: Tensor, leaves: Tensor, goes: Tensor, weight: Tensor
 ) -> MatchedMerge:
     """The merge that a kernel found."""
     return MatchedMerge(
@@ -443,7 +436,7 @@ def _ordered(
         weight=weight,
         num_places=stays.shape[1],
         keep_norm=rule.keep_norm,
-        order=(stays, leaves),
+        order=(stays, leaves, goes),
         num_prefix=rule.num_prefix,
     )
 
@@ -460,15 +453,19 @@ def _assign(
     power: float,
     least: float,
     prune: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    alternate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _empty_places(tokens, num_leaving)
 
 
-def _empty_places(tokens: Tensor, num_leaving: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_places(
+    tokens: Tensor, num_leaving: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     b, t = tokens.shape[:2]
     return (
         tokens.new_empty(b, t, dtype=torch.int64),
         tokens.new_empty(b, t - num_leaving, dtype=torch.int32),
+        tokens.new_empty(b, num_leaving, dtype=torch.int32),
         tokens.new_empty(b, num_leaving, dtype=torch.int32),
         tokens.new_empty(b, t, dtype=torch.float32),
     )
@@ -492,23 +489,28 @@ def _inform_and_assign(
     power: float,
     least: float,
     prune: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    alternate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     b, t = tokens.shape[:2]
     logits = tokens.new_empty(b, t - num_prefix, dtype=torch.float32)
     return *_empty_places(tokens, num_leaving), logits
 
 
-def _pair_flops(tokens: list[int], num_prefix: int) -> int:
-    b, t, c = tokens
-    return 2 * b * (t - num_prefix) ** 2 * c
+def _pair_flops(tokens: list[int], num_leaving: int, num_prefix: int, *, alternate: bool) -> int:
+    """Operations of the pairs, as counted in the torch definition."""
+    (b, t, c), n = tokens, tokens[1] - num_prefix
+    if alternate and num_leaving <= n // 2:
+        return 2 * b * (n // 2) * (n - n // 2) * c
+    return 2 * b * n**2 * c
 
 
 @register_flop_formula(torch.ops.ltm.assign)
 def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
-    return _pair_flops(tokens, arguments[4])
+    return _pair_flops(tokens, *arguments[3:5], alternate=arguments[-1])
 
 
 @register_flop_formula(torch.ops.ltm.inform_and_assign)
 def _(tokens: list[int], *arguments: Any, **_: Any) -> int:
     num_classes, num_prefix = arguments[4][0], arguments[10]
-    return _pair_flops(tokens, num_prefix) + step_flops(tokens, num_prefix, num_classes)
+    pairs = _pair_flops(tokens, *arguments[9:11], alternate=arguments[-1])
+    return pairs + step_flops(tokens, num_prefix, num_classes)

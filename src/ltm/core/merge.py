@@ -14,6 +14,7 @@ Each form holds its torch definition, and asks whether a Triton kernel takes ove
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from ltm.kernels.dispatch import operator, uses_triton
 
 _MAX_SIDE = 64
 """Wider grids are not merged row by row."""
+_MAX_MEMBERS = 16
+"""Constant masks with more tokens to a place are products of whole matrices."""
 _TINY = 1e-12
 
 
@@ -118,8 +121,8 @@ class MatchedMerge(Merge):
     """Give each merged token the largest norm of its group (averaging shrinks norms)."""
     leaves: Bool[Tensor, "b kn"] | None = None
     """Who joins another token, where the match has told."""
-    order: tuple[Int[Tensor, "b kp"], Int[Tensor, "b r"]] | None = None
-    """Who stays and who leaves, where a kernel has told: then another one does the merge."""
+    order: tuple[Int[Tensor, "b kp"], Int[Tensor, "b r"], Int[Tensor, "b r"]] | None = None
+    """Who stays, who leaves and where to, where a kernel has told: then another one merges."""
 
     @property
     def num_in(self) -> int:
@@ -140,7 +143,7 @@ class MatchedMerge(Merge):
     ) -> Merged:
         if self.order is not None and uses_triton(x, self.weight, values):
             merged, sizes, means = _merge_groups(
-                x, self.weight, size, values, self.assignment, *self.order, self.keep_norm
+                x, self.weight, size, values, *self.order, self.keep_norm
             )
             return Merged(merged, sizes, None if values is None else means)
         merged = self.average(x)
@@ -360,8 +363,8 @@ class StaticMerge(Merge):
     matrix: Float[Tensor, "kp kn"]
     back: Float[Tensor, "kn kp"]
     size_out: Float[Tensor, "kp"]
-    wide: Float[Tensor, "kp wide"] | None = None
-    """The matrix as `widened` makes it, for a kernel."""
+    members: tuple[Int[Tensor, "kp m"], Float[Tensor, "kp m"]] | None = None
+    """The matrix as `members_of` reads it, for a kernel."""
 
     @staticmethod
     def fold(merge: Merge, size: Float[Tensor, "1 kn"]) -> StaticMerge:
@@ -384,9 +387,12 @@ class StaticMerge(Merge):
         return self.matrix.shape[0] - self.num_prefix
 
     def __call__(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        wide = self.matrix if self.wide is None else self.wide
-        if x.shape[1] == self.matrix.shape[1] and _multiplies(x, wide):
-            return _mix(wide.to(x.dtype), x)
+        if (
+            self.members is not None
+            and x.shape[1] == self.matrix.shape[1]
+            and _multiplies(x, self.matrix)
+        ):
+            return _gather(x, *self.members)
         return self.matrix.to(x.dtype) @ x
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
@@ -399,9 +405,17 @@ class StaticMerge(Merge):
         return self.size_out[None]
 
 
-def widened(matrix: Float[Tensor, "p t"]) -> Float[Tensor, "p wide"]:
-    """A matrix with columns of zeros: GPUs read rows of a multiple of 16 at once."""
-    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 16))
+def members_of(
+    matrix: Float[Tensor, "p t"],
+) -> tuple[Int[Tensor, "p m"], Float[Tensor, "p m"]] | None:
+    """The tokens in each row of a matrix, and their shares; None where a row has many."""
+    if matrix.is_meta:
+        return None
+    most = max(1, int((matrix != 0).sum(dim=1).max()))
+    if most > _MAX_MEMBERS:
+        return None
+    who = matrix.abs().topk(most, dim=1).indices
+    return who.int(), matrix.gather(1, who)
 
 
 def _with_prefix(mask: Tensor, num_prefix: int) -> Tensor:
@@ -459,9 +473,9 @@ def _merge_groups(
     weight: Tensor,
     size: Tensor | None,
     values: Tensor | None,
-    assignment: Tensor,
     stays: Tensor,
     leaves: Tensor,
+    goes: Tensor,
     keep_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (b, t, c), p = tokens.shape, stays.shape[1]
@@ -472,8 +486,8 @@ def _merge_groups(
 
 
 @operator
-def _mix(matrix: Tensor, tokens: Tensor) -> Tensor:
-    return tokens.new_empty(tokens.shape[0], matrix.shape[0], tokens.shape[2])
+def _gather(tokens: Tensor, who: Tensor, share: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], who.shape[0], tokens.shape[2])
 
 
 @operator
@@ -481,10 +495,10 @@ def _merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Te
     return tokens.new_empty(tokens.shape[0], rows.shape[1] * columns.shape[1], tokens.shape[2])
 
 
-@register_flop_formula(torch.ops.ltm.mix)
-def _(matrix: list[int], tokens: list[int], **_: Any) -> int:
-    (p, _wide), (b, t, c) = matrix, tokens
-    return 2 * b * p * t * c
+@register_flop_formula(torch.ops.ltm.gather)
+def _(tokens: list[int], who: list[int], *_: Any, **__: Any) -> int:
+    """As counted in the torch definition, a product with the whole matrix."""
+    return 2 * math.prod(tokens) * who[0]
 
 
 @register_flop_formula(torch.ops.ltm.merge_grid)

@@ -125,7 +125,7 @@ def _works_on(device: int) -> bool:
         one = torch.zeros(1, 1, dtype=torch.int32, device=f"cuda:{device}")
         token, weight = one.float()[..., None], one.float()
         with torch.cuda.device(device):
-            _kernel("merge_groups")(token, weight, None, None, one.long(), one, one, False)
+            _kernel("merge_groups")(token, weight, None, None, one, one, one, False)
     except Exception as error:  # noqa: BLE001 - whatever it is, the torch path works
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(

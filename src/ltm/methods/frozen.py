@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core.merge import GridMerge, Merge, StaticMerge, widened
+from ltm.core.merge import GridMerge, Merge, StaticMerge, members_of
 from ltm.core.schedule import Grid
 from ltm.methods.base import Decision, Hints, Merger, Site
 
@@ -25,8 +25,9 @@ class FrozenMerger(Merger):
 
     fixed_matrix: Tensor
     fixed_back: Tensor
-    fixed_wide: Tensor
-    """The matrix as kernels read it; it is not saved."""
+    fixed_who: Tensor | None
+    """The tokens of every place, as kernels read them; not saved, no more than their shares."""
+    fixed_share: Tensor | None
     fixed_rows: Tensor
     fixed_columns: Tensor
     fixed_weight: Tensor | None
@@ -39,8 +40,8 @@ class FrozenMerger(Merger):
         self.register_buffer("fixed_weight", None)
         for name, value in constants.items():
             self.register_buffer(f"{self.PREFIX}{name}", value.detach().clone())
-        self.widen_()
-        self.register_load_state_dict_post_hook(_widen)  # pyright: ignore[reportUnknownMemberType]
+        self.list_members_()
+        self.register_load_state_dict_post_hook(_list_members)  # pyright: ignore[reportUnknownMemberType]
 
     @staticmethod
     def of(site: Site, merge: Merge, size: Float[Tensor, "1 kn"]) -> FrozenMerger:
@@ -61,10 +62,12 @@ class FrozenMerger(Merger):
         constants = self.saved_in(saved)
         return FrozenMerger(self.site, constants) if constants else self
 
-    def widen_(self) -> None:
+    def list_members_(self) -> None:
         """Follow the matrix of a sequence."""
-        if not self.separable:
-            self.register_buffer("fixed_wide", widened(self.fixed_matrix), persistent=False)
+        found = None if self.separable else members_of(self.fixed_matrix)
+        who, share = (None, None) if found is None else found
+        self.register_buffer("fixed_who", who, persistent=False)
+        self.register_buffer("fixed_share", share, persistent=False)
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         return Decision(merge=self._merge())
@@ -80,9 +83,10 @@ class FrozenMerger(Merger):
                 size_out=self.fixed_size_out,
                 num_prefix=k,
             )
+        who, share = self.fixed_who, self.fixed_share
         return StaticMerge(
             matrix=self.fixed_matrix,
-            wide=self.fixed_wide,
+            members=None if who is None or share is None else (who, share),
             back=self.fixed_back,
             size_out=self.fixed_size_out,
             num_prefix=k,
@@ -104,8 +108,8 @@ class FrozenMerger(Merger):
         )
 
 
-def _widen(merger: FrozenMerger, _keys: object) -> None:
-    merger.widen_()
+def _list_members(merger: FrozenMerger, _keys: object) -> None:
+    merger.list_members_()
 
 
 def _factors(merge: GridMerge) -> dict[str, Tensor]:

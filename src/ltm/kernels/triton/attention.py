@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.triton.launch import FEW_IMAGES, fitting, has_room, parts_of, sizes_of
+from ltm.kernels.triton.launch import (
+    FEW_IMAGES,
+    MANY_PROGRAMS,
+    fitting,
+    has_room,
+    parts_of,
+    sizes_of,
+)
 
 LOG2_E = 1.4426950408889634
 MOST_AT_ONCE = 256
