@@ -250,11 +250,11 @@ def placed(images, k, dtype, prune=False, bare=False, num_leaving=15, **settings
     logits, weight = kernels.inform(tokens, size, carry, *known, k)
     expected = kernels.assign(tokens, size, attention, weight, *leaving)
     found = kernels.inform_and_assign(tokens, size, attention, carry, *known, *leaving)
-    same = all(torch.equal(x, y) for x, y in zip(found[:3], expected[:3], strict=True))
+    same = all(torch.equal(x, y) for x, y in zip(found[:4], expected[:4], strict=True))
     return [
         same,
-        float((found[3] - expected[3]).abs().max() / expected[3].abs().max()),
-        float((found[4] - logits).abs().max()),
+        float((found[4] - expected[4]).abs().max() / expected[4].abs().max()),
+        float((found[5] - logits).abs().max()),
     ]
 
 

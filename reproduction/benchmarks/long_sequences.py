@@ -1,0 +1,135 @@
+"""Speed where tokens are many: long sequences on a GPU, in half precision, in CUDA graphs.
+
+    python -m reproduction.benchmarks.long_sequences --output results/speed/long_sequences
+
+A case is one network at one batch size: the original, and LTM at two shares of its multiply-adds,
+matching and static. All are captured, and timed in rounds whose order changes. A ratio is the
+original's time over the other's, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+
+import ltm
+from reproduction.benchmarks.recording import machine, parser, table, write_rows
+
+
+class Case(NamedTuple):
+    """A network, its image size and a batch."""
+
+    model: str
+    size: int
+    batch: int
+
+
+CASES = (
+    Case("vit_base_patch16_384", 384, 64),
+    Case("vit_base_patch16_224", 512, 32),
+    Case("vit_base_patch14_dinov2", 518, 32),
+    Case("vit_large_patch14_dinov2", 518, 16),
+    Case("vit_base_patch16_224", 1024, 8),
+    Case("vit_base_patch16_siglip_gap_512", 512, 32),
+    Case("vit_base_patch16_384", 384, 1),
+    Case("vit_base_patch14_dinov2", 518, 1),
+    Case("vit_base_patch16_224", 1024, 1),
+)
+METHODS = {
+    "matching": {"weights": "uniform"},
+    "static": {"weights": "uniform", "support": ltm.Learned()},
+}
+
+
+def _networks(case: Case, ratios: list[float], methods: list[str]) -> dict[str, Any]:
+    """The captured networks of a case, by name."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        original = timm.create_model(case.model, img_size=case.size).eval()
+    images = torch.randn(case.batch, 3, case.size, case.size, device="cuda").half()
+    state = original.state_dict()
+    found = {"original": ltm.capture(original.half(), images)}
+    for ratio in ratios:
+        for name in methods:
+            with torch.device("cuda"):
+                model = timm.create_model(case.model, img_size=case.size).eval()
+            model.load_state_dict(state)
+            ltm.merge_tokens_(model, ltm.LTM(ratio=ratio, **METHODS[name]), case.size)
+            ltm.freeze_(model)
+            found[f"{name} {ratio:.2f}"] = ltm.capture(model.half(), images)
+    return {name: (network, images) for name, network in found.items()}
+
+
+def _time(network: Any, images: torch.Tensor, milliseconds: float) -> float:
+    """Milliseconds of one forward, over as many as fill the time."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    network(images)
+    end.record()
+    torch.cuda.synchronize()
+    repeats = max(2, round(milliseconds / max(start.elapsed_time(end), 1e-3)))
+    start.record()
+    for _ in range(repeats):
+        network(images)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    networks = _networks(case, options.ratios, options.methods)
+    times: dict[str, list[float]] = {name: [] for name in networks}
+    order = random.Random(0)  # noqa: S311 - only the order of a round
+    for number in range(options.rounds + 1):
+        for name in order.sample(list(networks), len(networks)):
+            took = _time(*networks[name], options.milliseconds)
+            if number > 0:  # the first round warms up
+                times[name].append(took)
+    row: dict[str, Any] = {**case._asdict(), "rounds": options.rounds}
+    row["original_ms"] = statistics.median(times["original"])
+    for name, taken in times.items():
+        if name != "original":
+            ratios = [a / b for a, b in zip(times["original"], taken, strict=True)]
+            row[f"{name}_ms"], row[name] = statistics.median(taken), statistics.median(ratios)
+    return row
+
+
+def main() -> None:
+    """Measure every case, and write a row for each."""
+    options = parser(__doc__)
+    options.add_argument("--output", type=Path)
+    options.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))))
+    options.add_argument("--ratios", type=float, nargs="+", default=[0.7, 0.5])
+    options.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--milliseconds", type=float, default=60)
+    args = options.parse_args()
+    rows = []
+    for number in args.cases:
+        began = time.monotonic()
+        rows.append(_measure(CASES[number], args))
+        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}
+        print(shown, f"{time.monotonic() - began:.0f} s", flush=True)
+        torch.cuda.empty_cache()
+    if args.output is not None:
+        names = [f"{name} {ratio:.2f}" for ratio in args.ratios for name in args.methods]
+        head = ["model", "px", "batch", "original, ms", *names]
+        lines = [
+            [r["model"], r["size"], r["batch"], r["original_ms"], *(f"{r[n]:.2f}x" for n in names)]
+            for r in rows
+        ]
+        command = "python -m reproduction.benchmarks.long_sequences"
+        about = {"command": command, "date": time.strftime("%Y-%m-%d"), **machine()}
+        about["dtype"] = "float16, CUDA graphs"
+        write_rows(args.output, about, rows, table(head, lines))
+
+
+if __name__ == "__main__":
+    main()
