@@ -4,6 +4,7 @@ A process of its own: the interpreter is chosen before Triton is imported.
 """
 
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -57,6 +58,10 @@ CASES = {
     "more than a side": {"alternate": True, "num_patches": 270, "num_leaving": 180},
     "pruned": {"sized": True, "attended": True, "weighed": True, "prune": True},
 }
+LENGTHS = (2, 255, 256, 257)
+"""Tokens of a sequence; Triton's interpreter takes a minute for longer ones."""
+if DEVICE == "cuda" or os.environ.get("LTM_LONG") == "1":
+    LENGTHS = (*LENGTHS, 1370, 4097)
 SITE = {"block": 1, "depth": 4, "width": 24, "num_classes": 0, "grid": (5, 9)}
 SITE |= {"num_in": 45, "num_out": 20}
 MODELS = {
@@ -168,6 +173,28 @@ def poisoned(value):
         *(int((places[0] == places[0, 8]).sum()) - 1 for places in (expected, found)),
         bool(match.leaves[0, 8]),
     ]
+
+
+def long(num_patches, dtype, alternate=False):
+    """Any number of tokens: how much of who leaves and of where to is as in the torch definition.
+
+    That gets the same numbers in float32; in half precision kernels round products as it does.
+    """
+    torch.manual_seed(0)
+    shape, r = (2, num_patches + 1), num_patches // 3
+    tokens = torch.randn(*shape, 16, device=DEVICE).to(dtype)
+    size = torch.randint(1, 4, shape, device=DEVICE).float()
+    attention = torch.rand(shape, device=DEVICE)
+    rule = Rule(num_leaving=r, num_prefix=1, protection=1.0, alternate=alternate)
+    match = match_least_harm(tokens.double(), rule, size=size, attention=attention)
+    found = kernels.assign(
+        tokens, size, attention, None, r, 1, 1.0, 0.0, 1e-4, prune=False, alternate=alternate
+    )
+    gone = torch.zeros_like(match.leaves).scatter(1, found.leaves.long(), True)
+    target = found.stays.long().gather(1, found.assignment)
+    both = gone & match.leaves
+    near = target[both] == match.target[both]
+    return [float((gone == match.leaves).float().mean()), float(near.float().mean()) if r else 1.0]
 
 
 def repeat():
@@ -364,6 +391,12 @@ def main():
             "registers": placed(2, 5, torch.float32, bare=True, step="raw"),
             "nobody leaves": placed(1, 1, torch.float32, num_leaving=0),
             "many": placed(17, 1, torch.float16),
+        },
+        "long": {
+            f"{t} {dtype} {alternate}": long(t - 1 or 1, dtype, alternate)
+            for t in LENGTHS
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
+            for alternate in (False, True)
         },
         "gathered": [
             gathered(images, num_tokens, dtype)

@@ -57,6 +57,12 @@ def test_many_images_in_half_precision_are_decided_alike_every_time(found):
 
 
 @pytest.mark.slow
+def test_sequences_of_any_length_are_matched_as_in_torch(found):
+    for case, (leaves, targets) in found["long"].items():
+        assert min(leaves, targets) > 0.995, case
+
+
+@pytest.mark.slow
 def test_attention_and_importance_agree(found):
     for num_tokens, (attention, importance) in found["attention"].items():
         assert attention < 1e-5, num_tokens

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ltm.kernels.triton.launch import (
     FEW_IMAGES,
-    MANY_PROGRAMS,
     fitting,
     has_room,
     parts_of,
@@ -313,7 +312,7 @@ def _attend(
     bias = torch.empty(size_.shape, device=x.device, dtype=torch.float32)
     number = size_.numel()
     _bias_kernel[(parts_of(number, 256),)](size_, bias, number, power, TOKENS=256, num_warps=2)
-    rows, columns, warps, stages = _blocks(x, t, h, fitting(d, 16))
+    rows, columns, warps, stages = _blocks(x, fitting(d, 16))
     _attention_kernel[(parts_of(t, rows) * b * h,)](
         query.tensor, key.tensor, value.tensor, bias, out, t, h, d,
         *query.strides, *key.strides, *value.strides, key.offset, value.offset, stride,
@@ -323,16 +322,14 @@ def _attend(
     return out
 
 
-def _blocks(x: Tensor, t: int, h: int, width: int) -> tuple[int, int, int, int]:
+def _blocks(x: Tensor, width: int) -> tuple[int, int, int, int]:
     """Queries and keys of a program, its warps, and how many tiles ahead it loads."""
     wide = width > MOST_CHANNELS
     if x.element_size() == 4:
         return (32, 32, 4, 1) if wide else (64, 32, 4, 2)
     if not has_room(x.device, ROOM):
         return (64, 32, 4, 2)
-    if parts_of(t, 128) * h * x.shape[0] < 2 * MANY_PROGRAMS:
-        return (64, 64, 4, 3)
-    return (128, 64, 8, 3) if wide else (128, 64, 4, 3)
+    return (64, 64, 4, 3) if wide else (64, 128, 4, 3)
 
 
 def _tiles(t: int) -> tuple[int, int]:

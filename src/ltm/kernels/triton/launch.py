@@ -13,8 +13,6 @@ from torch import Tensor
 
 FEW_IMAGES = 16
 """Batches below this leave most of a GPU idle: smaller programs finish earlier."""
-MANY_PROGRAMS = 132
-"""So many programs of the largest tiles fill a GPU."""
 ROOM = 96 * 1024
 """Bytes of shared memory that the largest tiles take; GPUs with less have too few registers too."""
 

@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ltm.kernels.triton.launch import (
-    MANY_PROGRAMS,
     ROOM,
     fitting,
     has_room,
@@ -35,6 +34,8 @@ from ltm.kernels.triton.launch import (
 )
 from ltm.kernels.triton.weighing import Step, step_of, weight_of
 
+SIDE = 64
+"""Patches on both sides of a tile of pairs."""
 NOBODY = tl.constexpr(0x7FFFFFFF)
 """More than the bits of any number: who has this never leaves."""
 FARTHEST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -328,29 +329,28 @@ def place_by_tiles(
     nothing = places.weighed
     size_, stride = sizes_of(size, nothing)
     attention_ = nothing if attention is None else attention.contiguous()
+    options = _tiling(tokens)
     _square_kernel[b, parts_of(n, 16)](
         tokens, squares, least, t, k, c,
         ALTERNATE=alternate, TOKENS=16, CHANNELS=min(fitting(c), 256), num_warps=4,
     )  # fmt: skip
 
     def find_nearest(num_rows: int, num_columns: int) -> None:
-        rows, columns, options = _tiling(tokens, b, num_rows, num_columns)
         if num_rows == 0 or num_columns == 0:
             return
-        _nearest_kernel[parts_of(num_columns, columns), parts_of(num_rows, rows), b](
+        _nearest_kernel[parts_of(num_columns, SIDE), parts_of(num_rows, SIDE), b](
             tokens, squares, size_, places.leaves, places.stays, nearest,
             t, k, c, num_rows, num_columns, stride,
-            ALTERNATE=alternate, HAS_SIZE=size is not None, ROWS=rows, COLUMNS=columns, **options,
+            ALTERNATE=alternate, HAS_SIZE=size is not None, ROWS=SIDE, COLUMNS=SIDE, **options,
         )  # fmt: skip
 
     if alternate:
         find_nearest((n + 1) // 2, n // 2)
     else:
-        side, _, options = _tiling(tokens, b, n, n)
-        blocks = parts_of(n, side)
+        blocks = parts_of(n, SIDE)
         _harm_kernel[blocks * (blocks + 1) // 2, b](
             tokens, squares, size_, attention_, least, t, k, c, stride,
-            HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None, SIDE=side, **options,
+            HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None, SIDE=SIDE, **options,
         )  # fmt: skip
     logits = _choose(least, nearest, places, size, attention, weight, step and step(), rule)
     if not alternate:
@@ -390,14 +390,17 @@ def _choose(
     return logits
 
 
-def _tiling(tokens: Tensor, b: int, rows: int, columns: int) -> tuple[int, int, dict[str, Any]]:
-    """The sides of a tile of pairs, and how a program goes through the channels."""
-    half, c = tokens.element_size() == 2, tokens.shape[2]
-    many = b * parts_of(rows, 128) * parts_of(columns, 128) >= MANY_PROGRAMS
-    channels, stages = (64, 3) if half else (32, 2)
-    if half and many and has_room(tokens.device, ROOM):
-        side, warps = 128, 8
-    else:
-        side, warps = 64, 4
-    options = {"CHANNELS": channels, "num_warps": warps, "num_stages": stages}
-    return side, side, {**options, "FULL": c % channels == 0}
+def _tiling(tokens: Tensor) -> dict[str, Any]:
+    """How a program goes through the channels of a tile of `SIDE` by `SIDE` pairs.
+
+    On an H200 larger tiles are slower: the work after their products keeps the tensor cores waiting.
+    """
+    half = tokens.element_size() == 2
+    room = half and has_room(tokens.device, ROOM)
+    channels = 64 if half else 32
+    return {
+        "CHANNELS": channels,
+        "FULL": tokens.shape[2] % channels == 0,
+        "num_warps": 4,
+        "num_stages": 4 if room else 2,
+    }
