@@ -5,7 +5,7 @@ queries, keys and values together.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# ruff: noqa: ARG001 - operators take their arguments in order, and shapes need few
+# ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 
 from collections.abc import Callable, Set as AbstractSet

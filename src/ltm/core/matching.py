@@ -498,7 +498,7 @@ def _inform_and_assign(
 
 def _pair_flops(tokens: list[int], num_leaving: int, num_prefix: int, *, alternate: bool) -> int:
     """Operations of the pairs, as counted in the torch definition."""
-    (b, t, c), n = tokens, tokens[1] - num_prefix
+    b, n, c = tokens[0], tokens[1] - num_prefix, tokens[2]
     if alternate and num_leaving <= n // 2:
         return 2 * b * (n // 2) * (n - n // 2) * c
     return 2 * b * n**2 * c

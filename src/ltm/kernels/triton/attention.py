@@ -99,7 +99,9 @@ def _bias_kernel(size, bias, number, power, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _keys_of(start, sizes, first, t, row, across, d, power, KEYS: tl.constexpr, WIDTH: tl.constexpr):
+def _keys_of(
+    start, sizes, first, t, row, across, d, power, KEYS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Some keys and values of a head, and what the keys' sizes add to scores in powers of two."""
     keys, width = first + tl.arange(0, KEYS), tl.arange(0, WIDTH)
     there = keys < t

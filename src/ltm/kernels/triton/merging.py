@@ -20,6 +20,15 @@ MOST_AT_ONCE = 512
 
 
 @triton.jit
+def _found(values, token, there, otherwise, KNOWN: tl.constexpr):
+    """A number of a token, where there are any."""
+    found = otherwise
+    if KNOWN:
+        found = tl.load(values + token, mask=there, other=otherwise).to(tl.float32)
+    return found
+
+
+@triton.jit
 def _merge_kernel(
     tokens, weight, size, values, stays, leaves, goes, merged, merged_size, means, t, p, r, c,
     k, weight_stride, size_stride, value_stride,
@@ -37,12 +46,8 @@ def _merge_kernel(
     x = tl.load(start + own * c, mask=channels < c, other=0.0)  # comes while others are looked for
     share = tl.load(weight + own)
     total = share
-    counted = tl.where(share > 0, 1.0, 0.0)
-    if HAS_SIZE:
-        counted = counted * tl.load(size + own).to(tl.float32)
-    value = 0.0
-    if HAS_VALUES:
-        value = share * tl.load(values + own, mask=place >= k, other=0.0).to(tl.float32)
+    counted = tl.where(share > 0, _found(size, own, True, 1.0, HAS_SIZE), 0.0)
+    value = share * _found(values, own, place >= k, 0.0, HAS_VALUES)
     out = x.to(tl.float32)
     largest = tl.where(share > 0, tl.sum(out * out, axis=0), 0.0)
     out = out * share
@@ -60,14 +65,9 @@ def _merge_kernel(
                 out += part * y
                 total += part
                 number += 1
-                if KEEP_NORM:
-                    largest = tl.maximum(largest, tl.sum(y * y, axis=0))
-                if HAS_SIZE:
-                    counted += tl.load(size + token).to(tl.float32)
-                else:
-                    counted += 1.0
-                if HAS_VALUES:
-                    value += part * tl.load(values + token).to(tl.float32)
+                largest = tl.maximum(largest, tl.sum(y * y, axis=0))
+                counted += _found(size, token, True, 1.0, HAS_SIZE)
+                value += part * _found(values, token, True, 0.0, HAS_VALUES)
     tl.store(merged_size + image * p + place, counted)
     total = tl.maximum(total, 1e-12)
     if HAS_VALUES:

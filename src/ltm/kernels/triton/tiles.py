@@ -1,6 +1,6 @@
 """Matching of long sequences: pairs of patches are compared tile by tile, and none is stored.
 
-The first pass goes over all pairs and keeps, of each patch, the least harm that merging it would do.
+The first pass goes over all pairs and keeps, of each patch, the least harm that its merge would do.
 Those of least harm leave. The second pass compares those that leave with those that stay, and keeps
 the nearest of each. Where even patches may leave to odd ones only, one pass finds both.
 
@@ -393,7 +393,7 @@ def _choose(
 def _tiling(tokens: Tensor) -> dict[str, Any]:
     """How a program goes through the channels of a tile of `SIDE` by `SIDE` pairs.
 
-    On an H200 larger tiles are slower: the work after their products keeps the tensor cores waiting.
+    On an H200 larger tiles are slower: what follows their products keeps the tensor cores waiting.
     """
     half = tokens.element_size() == 2
     room = half and has_room(tokens.device, ROOM)
