@@ -49,7 +49,6 @@ CASES = {
     "shared sizes": {"attended": True, "shared": True},
     "given weights": {"sized": True, "attended": True, "weighed": True},
     "long": {"num_patches": 300, "num_leaving": 140, "sized": True, "attended": True},
-    "long without attention": {"num_patches": 256, "num_leaving": 1, "num_prefix": 5},
     "long with padding": {
         "num_patches": 290,
         "num_leaving": 100,
@@ -62,10 +61,10 @@ CASES = {
     "more than a side": {"alternate": True, "num_patches": 270, "num_leaving": 180},
     "pruned": {"sized": True, "attended": True, "weighed": True, "prune": True},
 }
-LENGTHS = (2, 255, 256, 257)
-"""Tokens of a sequence; Triton's interpreter takes a minute for longer ones."""
+LENGTHS = (2, 257)
+"""Tokens of a sequence; Triton's interpreter takes minutes for all of them."""
 if DEVICE == "cuda" or os.environ.get("LTM_LONG") == "1":
-    LENGTHS = (*LENGTHS, 1370, 4097)
+    LENGTHS = (2, 255, 256, 257, 1370, 4097)
 SITE = {"block": 1, "depth": 4, "width": 24, "num_classes": 0, "grid": (5, 9)}
 SITE |= {"num_in": 45, "num_out": 20}
 MODELS = {
@@ -233,6 +232,9 @@ def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
     bias = size_bias(size, qkv.dtype, 0.9)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     found = kernels.attention(qkv.to(dtype), size, heads, width**-0.5, 0.9)
+    apart = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
+    same = kernels.attention_of(*apart, size, width**-0.5, 0.9)
+    found = torch.where((same - found).abs() < 2e-3, found, torch.nan)  # both ways agree
     scores = query[:, :, :1] @ key.mT * width**-0.5 + bias
     received = scores.softmax(dim=-1).mean(dim=1)[:, 0]
     return [

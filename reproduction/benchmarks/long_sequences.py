@@ -20,6 +20,7 @@ import timm
 import torch
 
 import ltm
+from ltm.core.patches import embed_by_product_
 from reproduction.benchmarks.recording import machine, parser, table, write_rows
 
 
@@ -55,6 +56,7 @@ def _networks(case: Case, ratios: list[float], methods: list[str]) -> dict[str, 
         original = timm.create_model(case.model, img_size=case.size).eval()
     images = torch.randn(case.batch, 3, case.size, case.size, device="cuda").half()
     state = original.state_dict()
+    embed_by_product_(original)  # as freeze_ does with the others
     found = {"original": ltm.capture(original.half(), images)}
     for ratio in ratios:
         for name in methods:

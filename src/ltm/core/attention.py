@@ -8,6 +8,7 @@ queries, keys and values together.
 # ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set as AbstractSet
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -56,10 +57,21 @@ def attend(
         return layer(x, attn_mask=size_bias(size, x.dtype, power), **options)
     learned = layer.qkv.parameters() if torch.is_grad_enabled() else ()
     narrow = cast("Any", layer).head_dim <= _MAX_HEAD
-    if not (narrow and _is_plain(layer) and uses_triton(x, *learned)):
+    if not (narrow and _is_softmax(layer) and uses_triton(x, *learned)):
         return layer(x, attn_mask=size_bias(size, x.dtype, power))
-    attended = _attention(layer.qkv(x), size, layer.num_heads, layer.scale, power)
+    attended = proportional(layer, layer.qkv(x), size, power)
     return layer.proj_drop(layer.proj(attended))
+
+
+def proportional(
+    layer: SelfAttention, qkv: Float[Tensor, "b t w"], size: Float[Tensor, "_ t"], power: float
+) -> Float[Tensor, "b t c"]:
+    """By a kernel: what the layer's heads answer, from the output of its projection."""
+    if _is_plain(layer):
+        return _attention(qkv, size, layer.num_heads, layer.scale, power)
+    query, key = _queries_and_keys(layer, qkv)
+    value = qkv.unflatten(-1, (3, layer.num_heads, -1))[:, :, 2]
+    return _attention_of(query.to(value), key.to(value), value, size, layer.scale, power)
 
 
 def attention_hints(
@@ -147,6 +159,8 @@ def _received(
     power: float = 1.0,
 ) -> Float[Tensor, "b q t"]:
     """Attention that each token receives from each query, a mean over heads."""
+    if query.shape[1] == 1 and key.shape[3] <= _MAX_HEAD and uses_triton(query, key):
+        return _importance_of(query, key, size, scale, power)[:, None]
     scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1) * scale
     scores = scores if size is None else scores + size_bias(size, scores.dtype, power)
     return scores.float().softmax(dim=-1).mean(dim=1)
@@ -162,18 +176,42 @@ def size_bias(
     return (power * size.float().clamp_min(1e-10).log()).to(dtype)[:, None, None, :]
 
 
-def _is_plain(layer: Any) -> bool:
-    """Whether there is nothing but a softmax between the projections, and nobody listens."""
-    layers = map(layer._modules.get, ("q_norm", "k_norm", "norm", "gate"))  # noqa: SLF001
+def _is_softmax(layer: Any) -> bool:
+    """Whether nothing follows the softmax before the last projection, and nobody listens."""
     drops = layer.training and layer.attn_drop.p > 0
     hooked = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
-    return not (drops or hooked) and all(y is None or isinstance(y, nn.Identity) for y in layers)
+    return not (drops or hooked) and _lacks(layer, "norm", "gate")
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether queries and keys are compared as the projection gives them."""
+    return _is_softmax(layer) and _lacks(layer, "q_norm", "k_norm")
+
+
+def _lacks(layer: Any, *names: str) -> bool:
+    layers = map(layer._modules.get, names)  # noqa: SLF001
+    return all(y is None or isinstance(y, nn.Identity) for y in layers)
 
 
 @operator
 def _attention(qkv: Tensor, size: Tensor, num_heads: int, scale: float, power: float) -> Tensor:
     b, t, width = qkv.shape
     return qkv.new_empty(b, t, width // 3)
+
+
+@operator
+def _attention_of(
+    query: Tensor, key: Tensor, value: Tensor, size: Tensor, scale: float, power: float
+) -> Tensor:
+    b, t, h, d = query.shape
+    return query.new_empty(b, t, h * d)
+
+
+@operator
+def _importance_of(
+    asking: Tensor, key: Tensor, size: Tensor | None, scale: float, power: float
+) -> Tensor:
+    return key.new_empty(key.shape[:2], dtype=torch.float32)
 
 
 @operator
@@ -198,3 +236,14 @@ def _(qkv: list[int], *_: Any, **__: Any) -> int:
 def _(qkv: list[int], *_: Any, **__: Any) -> int:
     b, t, width = qkv
     return 2 * b * t * (width // 3)
+
+
+@register_flop_formula(torch.ops.ltm.attention_of)
+def _(query: list[int], *_: Any, **__: Any) -> int:
+    b, t, h, d = query
+    return 4 * b * t * t * h * d
+
+
+@register_flop_formula(torch.ops.ltm.importance_of)
+def _(asking: list[int], key: list[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(key)

@@ -182,4 +182,4 @@ def inform_and_assign(
 
     rule = Rule(num_leaving, num_prefix, protection, power, least, prune, alternate)
     places, logits = _place(tokens, size, attention, None, step, rule)
-    return *places, logits
+    return *places, logits  # pyright: ignore[reportReturnType]

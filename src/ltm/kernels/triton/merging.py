@@ -95,7 +95,7 @@ def _gather_kernel(
     valid, known = places < p, channels < c
     start = tokens + image * t * c + channels[None]
     found = tl.zeros((PLACES, CHANNELS), tl.float32)
-    for member in tl.static_range(MEMBERS):
+    for member in tl.static_range(MEMBERS):  # pyright: ignore[reportGeneralTypeIssues]
         token = tl.load(who + places * MEMBERS + member, mask=valid, other=0)
         part = tl.load(share + places * MEMBERS + member, mask=valid, other=0.0).to(tl.float32)
         x = tl.load(

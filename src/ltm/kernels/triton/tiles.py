@@ -12,7 +12,7 @@ Letters: b images, t tokens with their k prefix tokens, n patch tokens, p tokens
 included), r tokens that leave, c channels.
 """
 
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportArgumentType=false
 # ruff: noqa: PLR0917 - a kernel's arguments are its launch, in order
 from __future__ import annotations
 
