@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ def _networks(case: Case, ratios: list[float], methods: list[str]) -> dict[str, 
     return {name: (network, images) for name, network in found.items()}
 
 
-def _time(network: Any, images: torch.Tensor, milliseconds: float) -> float:
+def _time(network: Any, images: torch.Tensor, *, milliseconds: float) -> float:
     """Milliseconds of one forward, over as many as fill the time."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -91,7 +92,7 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     order = random.Random(0)  # noqa: S311 - only the order of a round
     for number in range(options.rounds + 1):
         for name in order.sample(list(networks), len(networks)):
-            took = _time(*networks[name], options.milliseconds)
+            took = _time(*networks[name], milliseconds=options.milliseconds)
             if number > 0:  # the first round warms up
                 times[name].append(took)
     row: dict[str, Any] = {**case._asdict(), "rounds": options.rounds}
@@ -127,7 +128,8 @@ def main() -> None:
             [r["model"], r["size"], r["batch"], r["original_ms"], *(f"{r[n]:.2f}x" for n in names)]
             for r in rows
         ]
-        command = "python -m reproduction.benchmarks.long_sequences"
+        given = " ".join(sys.argv[1:])
+        command = f"python -m reproduction.benchmarks.long_sequences {given}".rstrip()
         about = {"command": command, "date": time.strftime("%Y-%m-%d"), **machine()}
         about["dtype"] = "float16, CUDA graphs"
         write_rows(args.output, about, rows, table(head, lines))

@@ -70,8 +70,9 @@ def proportional(
     if _is_plain(layer):
         return _attention(qkv, size, layer.num_heads, layer.scale, power)
     query, key = _queries_and_keys(layer, qkv)
-    value = qkv.unflatten(-1, (3, layer.num_heads, -1))[:, :, 2]
-    return _attention_of(query.to(value), key.to(value), value, size, layer.scale, power)
+    value = cast("Tensor", qkv.unflatten(-1, (3, layer.num_heads, -1)).unbind(2)[2])
+    query, key = query.to(qkv.dtype), key.to(qkv.dtype)
+    return _attention_of(query, key, value, size, layer.scale, power)
 
 
 def attention_hints(
@@ -98,7 +99,7 @@ def attention_hints(
     return found | hints_of(query, key, layer.scale, size, others, power, class_token=class_token)
 
 
-def hints_of(  # noqa: PLR0917 - in the order of the others
+def hints_of(
     query: Float[Tensor, "b t h d"],
     key: Float[Tensor, "b t h d"],
     scale: float,

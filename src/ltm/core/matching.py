@@ -114,7 +114,8 @@ def match(
         if not uses_triton(tokens.detach(), *given):
             weighed = by_attention(weight, tokens, size, attention, rule)
             weighed = weighed.scatter(1, places[2].long(), 0.0) if rule.prune else weighed
-        return Outcome(_ordered(rule, *places, weighed), logits)
+        assignment, stays, leaves, goes = places
+        return Outcome(_ordered(rule, assignment, stays, leaves, goes, weighed), logits)
     found = match_least_harm(tokens, rule, size=size, attention=attention)
     weight = by_attention(weight, tokens, size, attention, rule)
     merge = merge_in_order(found, weight, prune=rule.prune, keep_norm=rule.keep_norm)
