@@ -109,7 +109,7 @@ def evaluate(
 
 
 def _logits(model: nn.Module, images: Tensor) -> Tensor:
-    weight = next(model.parameters())
+    weight = next(model.parameters(), images)  # a file has none, and takes images as they are
     logits = model(images.to(weight.dtype))
     if logits.ndim != 2:
         raise ValueError(f"model: it gives {tuple(logits.shape)}, not one score per class")

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from ltm.core.cost import channels_of
 from ltm.evaluation.modes import (
     MODES,
+    Mode,
     Runner,
     TrainingStep,
     peak_memory_mib,
@@ -202,6 +203,8 @@ class Candidate:
     ratio: float | None = None
     gmacs: float | None = None
     note: str = ""
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    """Its own ways to run, in place of those of `MODES`: a file that was written before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +342,7 @@ def _prepared(
     for run in runs:
         try:
             model = _copy(candidate.model, conditions, batch) if model is None else model
-            call = _runner(model, run.mode, conditions, batch)
+            call = _runner(candidate, model, run.mode, conditions, batch)
             call(batch)
             run.memory = peak_memory_mib(getattr(call, "run", call), model, batch)
             run.call = call
@@ -357,9 +360,12 @@ def _copy(model: nn.Module, conditions: Conditions, batch: Tensor) -> nn.Module:
     return model.train() if conditions.scope == "training" else model.eval().to(batch.dtype)
 
 
-def _runner(model: nn.Module, mode: str, conditions: Conditions, batch: Tensor) -> Runner:
+def _runner(
+    candidate: Candidate, model: nn.Module, mode: str, conditions: Conditions, batch: Tensor
+) -> Runner:
     if conditions.scope != "training":
-        return MODES[mode](model, batch)
+        own = candidate.modes.get(mode)
+        return MODES[mode](model, batch) if own is None else own(candidate.model, batch)
     if mode not in ("eager", "compiled"):
         raise ValueError(f"a training step runs eager or compiled, not in mode {mode}")
     with torch.no_grad():

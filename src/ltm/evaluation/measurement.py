@@ -34,6 +34,7 @@ from ltm.evaluation.accuracy import (
 )
 from ltm.evaluation.bottleneck import SiteBottleneck, measure_bottleneck, watchable
 from ltm.evaluation.latency import BASE, Candidate, Conditions, Timing, measure_latency
+from ltm.evaluation.modes import Mode
 from ltm.models import num_classes_of
 from ltm.progress import Progress
 
@@ -74,11 +75,14 @@ class Measurements:
         self.tokens: dict[str, dict[int, float]] = {}
         self.timings: list[Timing] = []
 
-    def measure_accuracy(self, batches: Iterable[Any]) -> None:
-        """Show all networks all images."""
+    def measure_accuracy(
+        self, batches: Iterable[Any], files: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        """Show all networks all images; and files, whose outputs are kept beside theirs."""
         loop = Progress("accuracy", silent=self.quiet)
         try:
-            self.outputs = evaluate(self.models, batches, original=BASE, progress=loop)
+            shown = {**self.models, **(files or {})}
+            self.outputs = evaluate(shown, batches, original=BASE, progress=loop)
         except ValueError:
             if not loop.interrupted:  # Otherwise not one batch was done.
                 raise
@@ -105,14 +109,18 @@ class Measurements:
         batch_sizes: Sequence[int],
         images: Callable[[int], Tensor],
         modes: Sequence[str] = ("eager",),
+        own: Mapping[str, Mode] | None = None,
     ) -> None:
         """Time all networks in all modes, in interleaved rounds; `images` gives a batch by size.
 
-        `name` is what the rows call the network.
+        `name` is what the rows call the network; `own` are modes in place of those of `MODES`.
         """
         base = self.models[BASE]
         device = str(next(base.parameters()).device)
-        candidates = [Candidate(method=method, model=m) for method, m in self.models.items()]
+        candidates = [
+            Candidate(method=method, model=model, modes=own or {})
+            for method, model in self.models.items()
+        ]
         for batch_size in batch_sizes:
             conditions = Conditions(
                 model=name, image_size=image_size_of(base), batch_size=batch_size, device=device

@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from ltm.core.patches import embed_by_product_
 from ltm.extras import require
 
 Runner = Callable[[Tensor], Any]
+Mode = Callable[[nn.Module, Tensor], Runner]
+"""Makes a network ready to run on batches like the one given."""
 
 
 def eager(model: Runner, _images: Tensor) -> Runner:
@@ -154,7 +157,7 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
             layer.fused_attn = True
 
 
-MODES: dict[str, Callable[[nn.Module, Tensor], Runner]] = {
+MODES: dict[str, Mode] = {
     "eager": eager,
     "compiled": compiled,
     "cudagraph": cudagraph,
@@ -162,6 +165,24 @@ MODES: dict[str, Callable[[nn.Module, Tensor], Runner]] = {
     "onnxruntime": onnxruntime,
 }
 """Ways to run a forward, by name."""
+
+TITLES = {
+    "eager": "PyTorch",
+    "compiled": "torch.compile",
+    "cudagraph": "CUDA graph",
+    "compiled-cudagraph": "compiled CUDA graph",
+    "onnxruntime": "ONNX Runtime",
+}
+"""What people call them."""
+
+
+def usual_modes(device: torch.device) -> tuple[str, ...]:
+    """The modes that are quick to prepare here; compiling takes minutes, so it is for asking."""
+    if device.type == "cuda":
+        return "eager", "cudagraph"
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    has_onnx = all(find_spec(package) is not None for package in packages)
+    return ("eager", "onnxruntime") if has_onnx else ("eager",)
 
 
 class TrainingStep:

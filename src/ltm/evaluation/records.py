@@ -13,6 +13,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,19 @@ def _ratio(value: float | None, interval: Sequence[float] | None) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """A share in per cent; halves are rounded up, as people do."""
+    # Shares are ratios of counts: what is beyond twelve digits is noise of binary fractions.
+    exact = Decimal(str(round(100 * share, 12)))
+    return str(exact.quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
+
+
+def points(share: float, digits: int = 2) -> str:
+    """A difference in percentage points, with its sign; zero has none."""
+    text = percent(abs(share), digits)
+    return text if not float(text) else f"{'-' if share < 0 else '+'}{text}"
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
