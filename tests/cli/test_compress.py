@@ -1,5 +1,6 @@
 """`ltm compress` from end to end: its numbers against independent ones, bad input, Ctrl-C."""
 
+import dataclasses
 import json
 import os
 import re
@@ -19,13 +20,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import ltm
-from ltm.api import conversion_of
+from ltm.api import conversion_of, report
 from ltm.cli import main
 from ltm.cli.commands import command_line
 from ltm.compression.compress import mixed
 from ltm.compression.settings import CompressSettings
 from ltm.data.shapes import ShapesClassification
+from ltm.data.transforms import image_spec
+from ltm.deployment.forms import code_for
 from ltm.evaluation.images import part_images
+from ltm.evaluation.latency import Candidate, Conditions, Timing, did_not_run
 from ltm.models import ModelSource
 
 pytestmark = pytest.mark.slow
@@ -89,6 +93,7 @@ def finished(place: Path) -> Path:
     options = ["--data", str(place / "split"), "--weights", str(place / "weights.safetensors")]
     options += ["--compare", "tome,tofu,ltmp", "--ratio", "0.7", "--calibration-images", "40"]
     options += ["--no-calibrate", "--time-batches", "1", "--bottleneck-images", "20"]
+    options += ["--forms", "eager"]
     options += ["--workers", "0", "--batch-size", "16", "--output", str(output)]
     assert main(["compress", *WORDS, *options]) == 0
     return output
@@ -235,6 +240,91 @@ def test_what_cannot_be_calibrated_keeps_its_schedule_and_says_so(
     assert read(tmp_path)["calibration"] is None
 
 
+@pytest.fixture(scope="module")
+def chosen(place: Path) -> Path:
+    """The folder of a run that chose its ratio and wrote an ONNX file."""
+    output = place / "chosen"
+    options = ["--data", str(place / "split"), "--weights", str(place / "weights.safetensors")]
+    options += ["--ratios", "0.6", "0.8", "--max-loss", "20", "--no-calibrate", "--export"]
+    options += ["--form", "onnxruntime", "--time-batches", "1", "--workers", "0"]
+    options += ["--bottleneck-images", "0", "--output", str(output)]
+    assert main(["compress", *WORDS, *options]) == 0
+    return output
+
+
+def test_a_ratio_is_chosen_on_half_of_the_images_and_reported_on_the_rest(chosen: Path) -> None:
+    metrics = read(chosen)
+    curve = metrics["curve"]
+    assert [point["ratio"] for point in curve] == [0.8, 0.6]
+    assert all(point["loss"]["num_images"] == 20 for point in curve)
+    assert metrics["networks"]["ltm"]["accuracy"]["num_images"] == 20
+    (best,) = [point for point in curve if point["chosen"]]
+    within = [point for point in curve if -100 * point["loss"]["difference"] <= 20]
+    assert not within or best["timing"]["speedup"] == max(p["timing"]["speedup"] for p in within)
+    assert metrics["ratio"] == best["ratio"]
+    assert metrics["networks"]["ltm"]["share"] == pytest.approx(best["share"])
+    assert "Ratios that were tried" in (chosen / "report.html").read_text(encoding="utf-8")
+
+
+def test_forms_are_timed_against_the_original_in_the_same_form(chosen: Path) -> None:
+    timings = read(chosen)["networks"]["ltm"]["timings"]
+    assert [timing["mode"] for timing in timings] == ["eager", "onnxruntime"]
+    assert all(timing["speedup"] and timing["images_per_second"] for timing in timings)
+
+
+def test_the_file_and_the_code_do_what_the_report_says(
+    chosen: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed = read(chosen)["deployment"]
+    assert (deployed["form"], deployed["file"]) == ("onnxruntime", "model.onnx")
+    assert (deployed["num_images"], deployed["num_unlike"]) == (20, 0)
+    for document in ("report.html", "README.md"):
+        assert "onnxruntime.InferenceSession(" in (chosen / document).read_text(encoding="utf-8")
+    photo = next((place / "split/val").rglob("*.png"))
+    Image.open(photo).save(place / "photo.jpg", quality=100)
+    monkeypatch.chdir(place)
+    known: dict[str, Any] = {}
+    exec(deployed["code"], known)
+    spec = image_spec(model=ltm.load(chosen))
+    eager: dict[str, Any] = {}
+    exec(code_for("eager", str(chosen), spec), eager)
+    assert known["scores"].shape == (1, 5)
+    # The photo is resized in one step there and in two here.
+    assert np.abs(known["scores"] - eager["scores"].numpy()).max() < 0.5
+
+
+def test_a_time_goal_is_approached_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times that follow the multiply-adds exactly, a few rounds meet the goal."""
+
+    def exact(
+        candidates: list[Candidate], conditions: Conditions, modes: list[str], **_: object
+    ) -> list[Timing]:
+        found = []
+        for candidate in candidates:
+            share = 1.0 if candidate.method == "base" else report(candidate.model).share
+            took = 0.2 + 0.8 * share
+            known = {"milliseconds": 10 * took, "images_per_second": 100 / took}
+            known |= {"speedup": 1 / took, "speedup_interval": (1 / took, 1 / took)}
+            found += did_not_run(candidate.method, None, conditions, modes, "")
+            found[-1] = dataclasses.replace(found[-1], error="", verdict="", **known)
+        return found
+
+    monkeypatch.setattr("ltm.evaluation.measurement.measure_latency", exact)
+    quick: dict[str, Any] = {"calibrate": False, "workers": 0, "images": 8, "device": "cpu"}
+    quick |= {"bottleneck_images": 0, "pictures": "generated", "time_batches": (1,)}
+    data = "shapes:classes=5,size=32,images=40,val_images=40"
+    for goal in ({"speedup": 1.5}, {"budget_ms": 6.5}):
+        found = ltm.compress(make_model(), data, forms=("eager",), **goal, **quick)
+        timing = found.comparison.timing_deployed
+        assert timing is not None
+        assert timing.milliseconds == pytest.approx(goal.get("budget_ms", 10 / 1.5), rel=0.03)
+        assert "is met" in repr(found)
+    with pytest.raises(ValueError, match=r"the original takes 10\.00 ms a batch here"):
+        ltm.compress(make_model(), data, forms=("eager",), budget_ms=11, **quick)
+    missed = ltm.compress(make_model(), data, forms=("eager",), speedup=4.5, **quick)
+    assert "is missed by" in repr(missed)
+
+
 BAD = {
     "missing folder": (["--data", "{place}/nowhere"], "no data at {place}/nowhere"),
     "no classes": (["--data", "{place}/split/val/0-plain-disc"], "has no class folders"),
@@ -270,6 +360,12 @@ BAD = {
         ["--finetune-epochs", "1", "--calibration-images", "40"],
         "{place}/whole has no training split",
     ),
+    "two goals": (["--speedup", "2", "--max-loss", "1"], "--speedup: give one of them"),
+    "no speed-up": (["--speedup", "0.9"], "speedup is 0.9: it must be above 1"),
+    "a goal without times": (["--max-loss", "1"], "networks have to be timed"),
+    "no ratio": (["--ratios", "1.2"], "networks have to be timed"),
+    "unknown form": (["--forms", "onnx"], "form onnx is not known: choose from eager, compiled"),
+    "no GPU": (["--form", "cudagraph"], "form cudagraph needs an NVIDIA GPU"),
     "no images to tune on": (["--finetune-epochs", "1"], "but it is switched off"),
 }
 
@@ -325,7 +421,7 @@ def test_ctrl_c_while_timing_keeps_the_rest(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ltm.evaluation.measurement.measure_latency", stop)
-    assert interrupted_run(place, tmp_path, "--time-batches", "1") == 130
+    assert interrupted_run(place, tmp_path, "--time-batches", "1", "--forms", "eager") == 130
     metrics = read(tmp_path)
     assert metrics["interrupted"] == "timing"
     assert metrics["networks"]["ltm"]["accuracy"]["num_images"] == 40

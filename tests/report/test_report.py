@@ -12,7 +12,8 @@ import yaml
 
 from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.measurement import Measurement
-from ltm.report.comparison import Comparison, verdicts
+from ltm.evaluation.records import percent, points
+from ltm.report.comparison import Comparison, CurvePoint, Deployment, verdicts
 from ltm.report.curves import Point, accuracy_figure, bottleneck_figure, tokens_figure
 from ltm.report.documents import (
     Illustration,
@@ -72,11 +73,11 @@ def test_every_cell_names_its_column_for_narrow_windows(comparison: Comparison) 
 
 
 def test_the_main_sentence_states_accuracy_and_cost(comparison: Comparison) -> None:
-    assert verdicts(comparison)[0] == "LTM kept 74.1 of 74.2 top-1 at 0.70 of the multiply-adds."
+    assert verdicts(comparison)[0] == "LTM kept 74.10 of 74.20 top-1 at 0.70 of the multiply-adds."
     said = " ".join(verdicts(comparison))
     assert "neither a loss nor a gain can be told from chance" in said
-    assert "no gain at batch 1; 1.20x as fast at batch 8" in said
-    assert "LTM against ToMe (73.1 at 0.70): +1.0 points" in said
+    assert "PyTorch no gain at batch 1, 1.20x as fast at batch 8" in said
+    assert "LTM against ToMe (73.10 at 0.70): +1.00 points" in said
     assert "LTM is better" in said
     assert "LTMP is not compared: it cannot reach 0.70." in said
 
@@ -127,8 +128,8 @@ def test_the_table_leaves_out_what_nobody_measured(comparison: Comparison) -> No
     assert header[-2:] == ["batch 1", "batch 8"]
     assert rows[1][1:] == [
         "74.10",
-        "-0.10 (-0.6 to +0.4)",
-        "93.0%",
+        "-0.10 (-0.60 to +0.40)",
+        "140 (7.00%)",
         "0.840",
         "0.70",
         "no gain",
@@ -177,6 +178,92 @@ def test_the_card_names_files_without_the_folders_of_a_machine(
         "name": "val",
         "type": "val",
     }
+
+
+def test_what_gains_nothing_gets_a_reason_and_advice(comparison: Comparison) -> None:
+    said = " ".join(verdicts(comparison))
+    assert "Nothing is gained in PyTorch at batch 1: matching adds small operators" in said
+    assert "What to do: use PyTorch at batch 8 (1.20x)." in said
+
+
+def _deployed(comparison: Comparison, **goals: float) -> Comparison:
+    deployed = Deployment(
+        form="eager", batch_size=8, code="scores = 1", file="model.onnx",
+        num_images=2000, num_changed=60, num_unlike=1,
+    )  # fmt: skip
+    return dataclasses.replace(comparison, deployment=deployed, **goals)
+
+
+def test_the_form_to_run_is_told_with_its_code(comparison: Comparison, tmp_path: Path) -> None:
+    given = _deployed(comparison)
+    said = " ".join(verdicts(given))
+    assert "Run it in PyTorch: 120 images per second at batch 8" in said
+    assert (
+        "it predicts another label than the network on 1 image, and another label than the "
+        "original on 60 images (3.00%)."
+    ) in said
+    page = render_report(given)
+    assert "<pre>scores = 1</pre>" in page
+    assert "PyTorch (recommended)" in page
+    assert "scores = 1" in write_card(given, tmp_path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("goals", "sentence"),
+    [
+        ({"goal_speedup": 1.2}, "The goal of 1.2x in PyTorch at batch 8 is met: 1.20x."),
+        ({"goal_speedup": 1.23}, "is met: 1.20x."),
+        ({"goal_speedup": 1.5}, "at batch 8 is missed by 20%: it came to 1.20x."),
+        ({"goal_ms": 50.0}, "The goal of 50 ms in PyTorch at batch 8 is missed by 25%"),
+    ],
+)
+def test_a_goal_is_met_within_3_per_cent_or_missed_by_a_number(
+    goals: dict[str, float], sentence: str, comparison: Comparison
+) -> None:
+    assert sentence in " ".join(verdicts(_deployed(comparison, **goals)))
+
+
+def test_the_curve_is_drawn_and_the_choice_explained(comparison: Comparison) -> None:
+    ltm = comparison.compressed
+    assert ltm is not None
+    tried = tuple(
+        CurvePoint(
+            ratio=ratio,
+            share=ratio,
+            loss=PairedDifference(difference=loss, low=-0.02, high=0.0, num_images=900),
+            top1=0.74 + loss,
+            num_changed=9,
+            timing=dataclasses.replace(ltm.timings[1], speedup=1 / ratio),
+            chosen=ratio == 0.7,
+        )
+        for ratio, loss in ((0.8, 0.0), (0.7, -0.004), (0.5, -0.03))
+    )
+    given = dataclasses.replace(comparison, curve=tried, max_loss=0.5)
+    said = " ".join(verdicts(given))
+    assert (
+        "The ratio of 0.7 was chosen on 900 other images (-0.40 points there): the fastest of 3 "
+        "within 0.5 points."
+    ) in said
+    assert len(curves(given)) == len(curves(comparison)) + 1
+    assert "Ratios that were tried" in render_report(given)
+    closest = dataclasses.replace(given, max_loss=0.1)
+    assert "none of 3 is within 0.1 points, and this is the closest" in " ".join(verdicts(closest))
+
+
+@pytest.mark.parametrize(
+    ("share", "percentage", "difference"),
+    [
+        (0.7475, "74.75", "+74.75"),
+        (0.00125, "0.13", "+0.13"),
+        (-0.00004, "0.00", "0.00"),
+        (0.0, "0.00", "0.00"),
+    ],
+)
+def test_halves_are_rounded_up_and_zero_has_no_sign(
+    share: float, percentage: str, difference: str
+) -> None:
+    assert percent(abs(share)) == percentage
+    assert points(share) == difference
 
 
 def test_curves_show_every_network(comparison: Comparison) -> None:

@@ -258,6 +258,7 @@ class Calibration:
     ) -> None:
         self.settings = settings
         self.size = (images.shape[-2], images.shape[-1])
+        _check_images(images, self.size)
         self.config = config or _own_config(model)
         self.model = _original(model)
         self.adapter = select_adapter(self.model)
@@ -289,6 +290,13 @@ class Calibration:
             num_sites = self.settings.sites or _FEW_SITES
             return SequenceSpace(self.search, num_sites, self.settings.multiple)
         return GridSpace(self.search)
+
+    def shown(self, budget: float, *, silent: bool) -> CalibrateResult:
+        """`within` a budget, with a bar on a terminal; Ctrl-C keeps the best so far."""
+        with _showing(self.settings.trials, lambda _: None, silent=silent) as note:
+            self.search.progress = note
+            found = self.within(budget)
+            return replace(found, interrupted=True) if take_press() else found
 
     def sketch(self, budget: float) -> MethodConfig | None:
         """A plausible config within a budget, without trying any."""

@@ -21,11 +21,12 @@ def compress(
     Converts the network, chooses where to merge on unlabelled images, fine-tunes if asked to,
     freezes and saves it with a model card; evaluates it against the original and the methods in
     --compare on the same labelled images, times them, and writes report.html and metrics.json.
-    Ctrl-C stops, and keeps what is done.
+    Networks are timed in the forms that people deploy, each against the original in the same form;
+    one of them is recommended, with the code that runs it. Ctrl-C stops, and keeps what is done.
 
     Example:
-        ltm compress --model vit_small_patch16_224 --pretrained --data imagenet/val --ratio 0.7
-            --compare tome,tofu --output runs/small
+        ltm compress --model vit_small_patch16_224 --pretrained --data imagenet/val --max-loss 0.5
+            --export --output runs/small
 
     Args:
         source: which network.
@@ -37,7 +38,9 @@ def compress(
     command = command_line("compress", source, settings, data=data, output=output)
     if output is None:
         method = settings.method.partition(":")[0]
-        output = Path("runs") / f"{source.name.replace('/', '-')}-{method}-{settings.ratio:g}"
+        chosen = settings.curve or settings.has_goal
+        name = f"{source.name.replace('/', '-')}-{method}"
+        output = Path("runs") / (name if chosen else f"{name}-{settings.ratio:g}")
     written = ("README.md", "config.json", "model.safetensors")
     with output_folder(output, overwrite=overwrite, written=written):
         from ltm.compression import compress as verb

@@ -7,10 +7,11 @@ made are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,16 @@ from ltm.api import (
     unmerged_copy,
 )
 from ltm.api.folders import require_own
-from ltm.calibration.calibration import calibrate
+from ltm.calibration.calibration import Calibration
 from ltm.calibration.settings import CalibrateSettings
-from ltm.compression.settings import CompressSettings
+from ltm.compression.settings import FEW_POINTS, CompressSettings
 from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
-from ltm.evaluation.accuracy import PairedDifference
+from ltm.deployment.forms import ONNX_FILE, FileNetwork, OnnxFiles, code_for
+from ltm.deployment.information import ModelInformation, describe as inform
+from ltm.evaluation.accuracy import PairedDifference, summarise
 from ltm.evaluation.images import (
     Partition,
     expected_images,
@@ -45,10 +48,12 @@ from ltm.evaluation.images import (
     repeated_images,
     sample_images,
 )
-from ltm.evaluation.latency import BASE
+from ltm.evaluation.latency import BASE, Timing
 from ltm.evaluation.measurement import Measurements
+from ltm.evaluation.modes import MODES, Mode, usual_modes
 from ltm.evaluation.records import describe, text_table
-from ltm.files import output_folder, results_in, write_metrics
+from ltm.extras import require
+from ltm.files import output_folder, results_in, write_bytes, write_metrics
 from ltm.methods import MethodConfig
 from ltm.models import (
     Network,
@@ -64,9 +69,16 @@ from ltm.models import (
     split_methods,
 )
 from ltm.processes import local_device
-from ltm.report.comparison import Comparison, block_changes, verdicts
+from ltm.report.comparison import Comparison, CurvePoint, Deployment, block_changes, verdicts
 from ltm.report.curves import display_name
-from ltm.report.documents import Illustration, illustrate, table_of, write_card, write_report
+from ltm.report.documents import (
+    Illustration,
+    forms_table,
+    illustrate,
+    table_of,
+    write_card,
+    write_report,
+)
 from ltm.report.pictures import (
     NUM_PICTURES,
     NamedPicture,
@@ -79,7 +91,14 @@ from ltm.report.tracing import last_attended_block, trace_models
 
 _DEFAULTS = CompressSettings()
 _FITTING_IMAGES = 64
-_FILES = ("model.safetensors", "config.json", "report.html", "README.md", "metrics.json")
+_FILES = ("model.safetensors", "config.json", "report.html", "README.md", "metrics.json", ONNX_FILE)
+_SOMEWHERE = "FOLDER"
+"""What the code calls the folder of a network that is not saved."""
+_ROUNDS = 5
+"""Networks that are tried to meet a time."""
+_AIM = 0.985
+"""Share of the time that is aimed at: what is measured last may be a little slower."""
+_CLOSE = 0.015
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -95,6 +114,13 @@ class CompressResult:
     class_names: tuple[str, ...] = ()
     origin: dict[str, str] = field(default_factory=dict)
     """What timm knows about where the weights come from."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """What was exported, by file name."""
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """The form that is recommended, and the code that runs it."""
+        return self.comparison.deployment
 
     @property
     def interrupted(self) -> str:
@@ -105,18 +131,35 @@ class CompressResult:
         """Write the network, its card, report.html and metrics.json."""
         folder = Path(folder)
         require_own(folder)
+        comparison = self._saved_in(folder)
         with results_in(folder, replaced=_FILES) as aside:
             if self.model is not None:
                 save(self.model, aside, class_names=self.class_names)
-            write_report(self.comparison, aside, self.illustrations)
-            write_card(self.comparison, aside, origin=self.origin)
-            write_metrics(aside, self.comparison.to_dict())
+            for name, content in self.files.items():
+                write_bytes(aside / name, content)
+            write_report(comparison, aside, self.illustrations)
+            write_card(comparison, aside, origin=self.origin)
+            write_metrics(aside, comparison.to_dict())
         return folder
+
+    def _saved_in(self, folder: Path) -> Comparison:
+        """The comparison whose code names the folder."""
+        deployed = self.comparison.deployment
+        if deployed is None:
+            return self.comparison
+        code = deployed.code.replace(f'"{_SOMEWHERE}', f'"{folder.as_posix()}')
+        return replace(self.comparison, deployment=replace(deployed, code=code))
 
     def __repr__(self) -> str:
         comparison = self.comparison
         sentences = [f"- {sentence}" for sentence in verdicts(comparison)]
-        return "\n".join([comparison.title, "", text_table(table_of(comparison)), "", *sentences])
+        parts = [comparison.title, text_table(table_of(comparison))]
+        if len(forms := forms_table(comparison)) > 1:
+            parts.append(text_table(forms))
+        parts.append("\n".join(sentences))
+        if comparison.deployment is not None:
+            parts.append(comparison.deployment.code.rstrip())
+        return "\n\n".join(parts)
 
 
 def compress(
@@ -151,8 +194,10 @@ def compress(
         changes: changes of the settings, such as `ratio=0.5`.
     """
     settings = changed(settings, changes)
-    with output_folder(folder):
-        job = _Compression(model, data, settings, folder=folder, name=name, say=say)
+    with output_folder(folder), TemporaryDirectory() as scratch:
+        job = _Compression(
+            model, data, settings, folder=folder, name=name, say=say, scratch=Path(scratch)
+        )
         job.run()
     source, base = job.source, job.models[BASE]
     origin = "given as a network" if source is None else source.origin
@@ -162,7 +207,8 @@ def compress(
             weights or origin, command or _python_call(job.name, data, job.settings)
         ),
         illustrations=tuple(job.illustrations),
-        class_names=tuple(job.images.evaluation.class_names),
+        class_names=job.class_names,
+        files=job.files,
         origin=_known_origin(base) if source is not None and source.pretrained else {},
     )
 
@@ -202,6 +248,7 @@ class _Compression:
         folder: str | Path | None,
         name: str | None,
         say: Say,
+        scratch: Path,
     ) -> None:
         """Refuse what cannot work, then load the network."""
         self.data, self.settings, self.say = data, settings, say
@@ -212,6 +259,9 @@ class _Compression:
         for text in self.peers:
             method_config(text, settings.ratio)
         require_least("bottleneck-images", settings.bottleneck_images, 0)
+        self.forms = _forms(settings, self.device)
+        if (settings.curve or settings.has_goal) and self.config.ratio is None:
+            raise ValueError(f"method is {settings.method}: its token counts are given already")
         self.images = part_images(
             data,
             split=settings.split,
@@ -229,6 +279,10 @@ class _Compression:
         self.name = name or (name_of(model) if self.source is None else self.source.name)
         self.models: dict[str, nn.Module] = {BASE: base}
         self.measured = Measurements(self.models, quiet=say is silent)
+        self.onnx = OnnxFiles(scratch, self._information)
+        self.files: dict[str, bytes] = {}
+        self.form: str | None = settings.form
+        self.curve: list[CurvePoint] = []
         self.notes: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.illustrations: list[Illustration] = []
@@ -268,12 +322,18 @@ class _Compression:
     def _stages(self) -> Iterator[tuple[str, Callable[[], None]]]:
         settings = self.settings
         yield "the conversion", self.convert
-        if settings.calibrate:
+        if settings.curve:
+            yield "the choice of a ratio", self.choose_ratio
+        elif settings.has_goal:
+            yield "the search for a network of that speed", self.meet_goal
+        elif settings.calibrate:
             yield "the calibration", self.calibrate
         if settings.finetune_epochs:
             yield "the fine-tuning", self.finetune
         yield "freezing", self.freeze
         yield "the conversion of the peers", self.add_peers
+        if settings.export:
+            yield "the export", self.export
         yield "the evaluation", self.evaluate
         if settings.bottleneck_images:
             yield "the measurement of the information bottleneck", self.measure_bottleneck
@@ -300,24 +360,172 @@ class _Compression:
 
     def calibrate(self) -> None:
         """Choose the schedule on unlabelled images; where that cannot be done, say why."""
+        if self.calibrator is None:
+            return
+        assert self.config.ratio is not None
+        self._keep(*self._calibrated(self.config.ratio))
+
+    @cached_property
+    def calibrator(self) -> Calibration | None:
+        """The search for schedules; what it learns about the blocks serves every ratio."""
         settings = self.settings
-        reason = _why_not_calibrated(self.model, self.images)
+        reason = _why_not_calibrated(self.model, self.images) if settings.calibrate else ""
         if reason:
             self.say(f"The default schedule is kept: {reason}")
-            return
+        if reason or not settings.calibrate:
+            return None
         self.say(f"Calibrating on {len(self.calibration_batch):,} images, without their labels")
-        search = CalibrateSettings(
-            budget=self.config.ratio, trials=settings.calibration_trials, seed=settings.seed
-        )
-        found = calibrate(
-            self.models[BASE], self.calibration_batch, search, config=self.config, say=self.say
-        )
-        self.calibration = found.to_dict()
-        self.notes[settings.method] = f"calibrated on {found.num_images} images"
-        self.models[settings.method] = self._converted(found.config)
-        self._save()
+        search = CalibrateSettings(trials=settings.calibration_trials, seed=settings.seed)
+        return Calibration(self.models[BASE], self.calibration_batch, self.config, search)
+
+    def _calibrated(self, ratio: float) -> tuple[nn.Module, dict[str, Any] | None]:
+        """The network at a ratio, its schedule chosen on images where that can be done."""
+        if self.calibrator is None:
+            return self._converted(method_config(self.settings.method, ratio)), None
+        found = self.calibrator.shown(ratio, silent=self.say is silent)
+        model = self._converted(found.config)
         if found.interrupted:
+            self._keep(model, found.to_dict())
             raise KeyboardInterrupt
+        return model, found.to_dict()
+
+    def _keep(self, model: nn.Module, calibration: dict[str, Any] | None) -> None:
+        """Make a network the result, and save it."""
+        self.models[self.settings.method] = model
+        self.calibration = calibration
+        if calibration is not None:
+            note = f"calibrated on {calibration['num_images']} images"
+            self.notes[self.settings.method] = note
+        self._save()
+
+    # --- Which network: along a curve, or until it is fast enough --------------------------------
+
+    def choose_ratio(self) -> None:
+        """Keep the fastest network within the loss; it is chosen on one half of the images."""
+        settings, base = self.settings, self.models[BASE]
+        choosing, self.images = _halves(self.images)
+        made: dict[str, tuple[nn.Module, dict[str, Any] | None]] = {}
+        for ratio in settings.curve:
+            self.say(f"Converting to {ratio:g} of the multiply-adds")
+            try:
+                model, found = self._calibrated(ratio)
+            except ValueError as error:
+                self.left_out[f"{settings.method} at {ratio:g}"] = str(error)
+            else:
+                made[f"{ratio:g}"] = freeze_(model), found
+        if not made:
+            raise ValueError(f"ratios: {next(iter(self.left_out.values()))}")
+        networks = {BASE: base, **{name: model for name, (model, _) in made.items()}}
+        tried = Measurements(networks, quiet=self.say is silent)
+        self.say(f"Choosing among {len(made)} networks on {len(choosing):,} images")
+        tried.measure_accuracy(self._batches(choosing))
+        self._find_form(list(networks.values())[-1])
+        timings = {timing.method: timing for timing in self._time(networks)}
+        points = [
+            _curve_point(name, tried, timings[name], report(networks[name]).share) for name in made
+        ]
+        allowed = FEW_POINTS if settings.max_loss is None else settings.max_loss
+        best = _chosen(points, allowed)
+        self.curve = [replace(point, chosen=point is best) for point in points]
+        self.config = method_config(settings.method, best.ratio)
+        self._keep(*made[f"{best.ratio:g}"])
+
+    def meet_goal(self) -> None:
+        """Predict a ratio from the times so far, convert, measure, correct."""
+        self._find_form(self.model)
+        tried: dict[float, float] = {1.0: 1.0}
+        made: dict[float, tuple[nn.Module, dict[str, Any] | None]] = {}
+        goal = ratio = None
+        for _ in range(_ROUNDS):
+            if ratio is None:  # the first tells how time follows multiply-adds
+                assert self.config.ratio is not None
+                ratio = self.config.ratio
+            try:
+                model, found = self._calibrated(ratio)
+            except ValueError as error:
+                self.left_out[f"{self.settings.method} at {ratio:.2f}"] = str(error)
+                break
+            times = {t.method: t for t in self._time({BASE: self.models[BASE], "new": model})}
+            goal = goal or self._goal(times[BASE])
+            tried[ratio] = 1 / _required_speedup(times["new"])
+            made[ratio] = model, found
+            self.say(
+                f"At {ratio:.3f} of the multiply-adds a batch takes {tried[ratio]:.3f} of its time"
+                f"; {goal / _AIM:.3f} is asked for"
+            )
+            if abs(tried[ratio] / goal - 1) <= _CLOSE:
+                break
+            ratio = _predicted(tried, goal)
+            if any(abs(ratio - known) < 1e-3 for known in made):
+                break
+        if not made or goal is None:
+            raise ValueError(next(iter(self.left_out.values())))
+        within = [ratio for ratio in made if tried[ratio] <= goal * (1 + _CLOSE)]
+        best = max(within) if within else min(made, key=tried.__getitem__)
+        self.config = method_config(self.settings.method, best)
+        self._keep(*made[best])
+
+    def _goal(self, base: Timing) -> float:
+        """The share of the original's time to aim at."""
+        settings = self.settings
+        if settings.speedup is not None:
+            return _AIM / settings.speedup
+        assert settings.budget_ms is not None
+        if base.milliseconds is None:
+            raise ValueError(f"the original does not run as {self.form}: {base.error}")
+        if settings.budget_ms >= base.milliseconds:
+            raise ValueError(
+                f"budget_ms is {settings.budget_ms:g}: the original takes "
+                f"{base.milliseconds:.2f} ms a batch here, so nothing has to merge"
+            )
+        return _AIM * settings.budget_ms / base.milliseconds
+
+    # --- Forms -----------------------------------------------------------------------------------
+
+    @property
+    def _own_modes(self) -> dict[str, Mode]:
+        return {"onnxruntime": self.onnx}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Those of the data; numbers are no names."""
+        names = tuple(self.images.evaluation.class_names)
+        known = inform(self.models[BASE]).class_names
+        return known if known and all(name.isdigit() for name in names) else names
+
+    def _information(self, model: nn.Module) -> ModelInformation:
+        spec = expected_images(model, DataConfig(source=self.data))
+        return inform(model, class_names=self.class_names, spec=spec)
+
+    def _time(
+        self, models: Mapping[str, nn.Module], forms: Sequence[str] | None = None
+    ) -> list[Timing]:
+        """Networks in a form, interleaved, at the first batch size."""
+        found = Measurements(models)
+        self._measure_time(found, self.settings.time_batches[:1], forms or (self.form or "eager",))
+        return found.timings
+
+    def _measure_time(
+        self, measured: Measurements, batches: Sequence[int], forms: Sequence[str]
+    ) -> None:
+        def images(batch_size: int) -> Tensor:
+            self.say(f"Timing batches of {batch_size}")
+            dataset, base = self.images.evaluation, self.models[BASE]
+            return repeated_images(dataset, self.data, base, batch_size)
+
+        measured.measure_time(self.name, batches, images, forms, self._own_modes)
+
+    def _find_form(self, model: nn.Module) -> None:
+        """Choose the form that a search is about, unless it was given: the fastest."""
+        if self.form is None and len(self.forms) > 1:
+            found = self._time({BASE: self.models[BASE], "new": model}, self.forms)
+            self.form = _fastest(found, "new", self.settings.time_batches[0])
+        self.form = self.form or next(iter(self.forms))
+
+    def export(self) -> None:
+        """Write the ONNX file; it is evaluated with the networks."""
+        self.say("Writing the ONNX file")
+        self.files[ONNX_FILE] = self.onnx(self.model).path.read_bytes()
 
     def finetune(self) -> None:
         """Train the mask modules alone; the best epoch is chosen on images not evaluated."""
@@ -366,7 +574,8 @@ class _Compression:
         """Show all networks all images, in an order that mixes the classes."""
         dataset = self.images.evaluation
         self.say(f"Evaluating {len(self.models)} networks on {len(dataset):,} images")
-        self.measured.measure_accuracy(self._batches(mixed(dataset)))
+        files = {name: FileNetwork(self.onnx(self.model)) for name in self.files}
+        self.measured.measure_accuracy(self._batches(mixed(dataset)), files)
 
     def measure_bottleneck(self) -> None:
         """Information bottleneck by block."""
@@ -380,14 +589,11 @@ class _Compression:
             raise
 
     def measure_time(self) -> None:
-        """Time all networks on real images."""
-
-        def images(batch_size: int) -> Tensor:
-            self.say(f"Timing batches of {batch_size}")
-            dataset, base = self.images.evaluation, self.models[BASE]
-            return repeated_images(dataset, self.data, base, batch_size)
-
-        self.measured.measure_time(self.name, self.settings.time_batches, images)
+        """Time all networks in all forms on real images; recommend the fastest form."""
+        batches = self.settings.time_batches
+        self._measure_time(self.measured, batches, self.forms)
+        if self.form is None:
+            self.form = _fastest(self.measured.timings, self.settings.method, batches[0])
 
     def draw(self) -> None:
         """Pictures of what becomes one token."""
@@ -408,7 +614,7 @@ class _Compression:
     def _save(self) -> None:
         # Results of an earlier run are replaced as a whole, at the end.
         if self.folder is not None and not (self.folder / "metrics.json").exists():
-            save(self.model, self.folder, class_names=self.images.evaluation.class_names)
+            save(self.model, self.folder, class_names=self.class_names)
 
     def comparison(self, weights: str, command: str) -> Comparison:
         """What is known so far."""
@@ -436,7 +642,36 @@ class _Compression:
             blocks=() if done is None else block_changes(self.model),
             num_blocks=0 if done is None else done.num_blocks,
             left_out=self.left_out,
+            deployment=None if done is None else self._deployment(),
+            curve=tuple(self.curve),
+            max_loss=settings.max_loss or (FEW_POINTS if settings.curve else None),
+            goal_speedup=settings.speedup,
+            goal_ms=settings.budget_ms,
             interrupted=self.interrupted,
+        )
+
+    def _deployment(self) -> Deployment:
+        """How to run the result, and what its file said about the evaluated images."""
+        form = self.form or ("onnxruntime" if self.files else "eager")
+        if form == "onnxruntime" and not self.files:
+            self.say("model.onnx is not written: give --export for it")
+        spec = expected_images(self.model, DataConfig(source=self.data))
+        folder = _SOMEWHERE if self.folder is None else self.folder.as_posix()
+        said = self.measured.outputs.get(ONNX_FILE)
+        known: dict[str, int] = {}
+        if said is not None:
+            network = self.measured.outputs[self.settings.method]
+            known = {
+                "num_images": len(said.prediction),
+                "num_changed": int((~said.agrees).sum()),
+                "num_unlike": int((said.prediction != network.prediction).sum()),
+            }
+        return Deployment(
+            form=form,
+            batch_size=self.settings.time_batches[0],
+            code=code_for(form, folder, spec),
+            file=ONNX_FILE if self.files else "",
+            **known,
         )
 
     def _sample(self) -> Tensor:
@@ -446,8 +681,82 @@ class _Compression:
     def _lead(self) -> dict[str, PairedDifference]:
         """Accuracy of the compressed network less that of each peer."""
         method, known = self.settings.method, self.measured.outputs
-        others = [name for name in known if name not in (BASE, method)]
+        others = [name for name in self.models if name in known and name not in (BASE, method)]
         return {name: self.measured.difference(method, name) for name in others}
+
+
+def _forms(settings: CompressSettings, device: torch.device) -> tuple[str, ...]:
+    """The forms to time; what cannot be is refused before anything is done."""
+    forms = settings.forms or usual_modes(device)
+    if settings.form is not None and settings.form not in forms:
+        forms = (*forms, settings.form)
+    for form in forms:
+        if form not in MODES:
+            raise ValueError(f"form {form} is not known: choose from {', '.join(MODES)}")
+        if "cudagraph" in form and device.type != "cuda":
+            raise ValueError(f"form {form} needs an NVIDIA GPU")
+    if settings.export or "onnxruntime" in forms:
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            require(package, extra="export")
+    return forms
+
+
+def _halves(images: Partition) -> tuple[ImageDataset, Partition]:
+    """Images to choose on, and a partition whose evaluation has the others."""
+    dataset = images.evaluation
+    order = np.random.default_rng(1).permutation(len(dataset)).tolist()
+    middle = len(order) // 2
+    if middle == 0:
+        raise ValueError("images: two are needed at least, to choose on one and report on another")
+    choosing, rest = (dataset.select(sorted(part)) for part in (order[:middle], order[middle:]))
+    return choosing, replace(images, evaluation=rest)
+
+
+def _curve_point(name: str, tried: Measurements, timing: Timing, share: float) -> CurvePoint:
+    outputs = tried.outputs[name]
+    return CurvePoint(
+        ratio=float(name),
+        share=share,
+        loss=tried.difference(name, BASE),
+        top1=summarise(outputs).top1,
+        num_changed=int((~outputs.agrees).sum()),
+        timing=timing,
+    )
+
+
+def _chosen(points: Sequence[CurvePoint], max_loss: float) -> CurvePoint:
+    """The fastest within the loss; where there is none, the one that loses least."""
+    within = [p for p in points if -100 * p.loss.difference <= max_loss + 1e-9 and p.timing.speedup]
+    if not within:
+        return max(points, key=lambda point: point.loss.difference)
+    return max(within, key=lambda point: point.timing.speedup or 0.0)
+
+
+def _required_speedup(timing: Timing) -> float:
+    if not timing.speedup:
+        raise ValueError(f"it does not run as {timing.mode}: {timing.error}")
+    return timing.speedup
+
+
+def _predicted(tried: Mapping[float, float], goal: float) -> float:
+    """The ratio whose time is the goal, on the line through the two nearest times."""
+    nearest = sorted(tried, key=lambda ratio: abs(tried[ratio] - goal))[:2]
+    low, high = sorted(nearest)
+    slope = (tried[high] - tried[low]) / (high - low)
+    if slope <= 0:  # noise, or a network that merging does not make faster
+        return 0.8 * min(tried)
+    predicted = low + (goal - tried[low]) / slope
+    return min(0.98, max(predicted, 0.6 * min(tried)))
+
+
+def _fastest(timings: Sequence[Timing], method: str, batch_size: int) -> str | None:
+    """The form in which a network takes the least time."""
+    ran = {
+        timing.mode: timing.milliseconds
+        for timing in timings
+        if (timing.method, timing.batch_size) == (method, batch_size) and timing.milliseconds
+    }
+    return min(ran, key=ran.__getitem__) if ran else None
 
 
 def mixed(dataset: Any) -> Any:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FEW_POINTS = 0.5
+"""The loss that is allowed unless another is given."""
+CURVE = (0.8, 0.65, 0.55, 0.45)
+"""The ratios of a curve unless others are given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompressSettings:
@@ -13,6 +18,14 @@ class CompressSettings:
     """How to merge, such as ltm or ltm:support=learned,sites=3,5,8."""
     ratio: float = 0.7
     """Share of the multiply-adds that may remain."""
+    ratios: tuple[float, ...] = ()
+    """Try several ratios, and keep the fastest network within --max-loss."""
+    max_loss: float | None = None
+    """Points of top-1 that may be lost, 0.5 unless given; ratios from 0.8 down are tried."""
+    speedup: float | None = None
+    """Instead of a ratio: how many times as fast the network is to be in its form."""
+    budget_ms: float | None = None
+    """Instead of a ratio: milliseconds that a batch may take in its form."""
     compare: tuple[str, ...] = ()
     """Other methods to measure beside it, such as tome,tofu,ltmp."""
     calibrate: bool = True
@@ -25,6 +38,13 @@ class CompressSettings:
     """Train the mask modules on the training split for so many epochs."""
     time: bool = True
     """Measure latency."""
+    forms: tuple[str, ...] = ()
+    """Forms to time: eager, compiled, cudagraph, compiled-cudagraph, onnxruntime. By default eager,
+    and CUDA graph on a GPU or ONNX Runtime elsewhere; compiling takes minutes."""
+    form: str | None = None
+    """The form to deploy; by default the fastest at the first of --time-batches."""
+    export: bool = False
+    """Also write model.onnx, and compare its predictions on all evaluated images."""
     time_batches: tuple[int, ...] = (1, 8)
     """Batch sizes to time."""
     bottleneck_images: int = 1000
@@ -43,3 +63,38 @@ class CompressSettings:
     """Where to run: auto, cpu, cuda or cuda:N."""
     seed: int = 0
     """Of calibration and fine-tuning."""
+
+    def __post_init__(self) -> None:
+        goals = {
+            "--ratios or --max-loss": bool(self.ratios) or self.max_loss is not None,
+            "--speedup": self.speedup is not None,
+            "--budget-ms": self.budget_ms is not None,
+        }
+        given = [name for name, is_given in goals.items() if is_given]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: give one of them")
+        if given and not self.time:
+            raise ValueError(f"{given[0]}: networks have to be timed; leave --no-time out")
+        if given and self.finetune_epochs:
+            raise ValueError(
+                f"{given[0]}: it chooses among networks as they are converted; fine-tune afterwards"
+            )
+        for name in ("speedup", "budget_ms", "max_loss"):
+            value = getattr(self, name)
+            least = 1.0 if name == "speedup" else 0.0
+            if value is not None and not value > least:
+                raise ValueError(f"{name} is {value:g}: it must be above {least:g}")
+        for ratio in self.ratios:
+            if not 0 < ratio < 1:
+                raise ValueError(f"ratios: got {ratio:g}; each is above 0 and below 1")
+
+    @property
+    def curve(self) -> tuple[float, ...]:
+        """The ratios to try, the mildest first; empty where one ratio was given."""
+        asked = self.ratios or (CURVE if self.max_loss is not None else ())
+        return tuple(sorted(set(asked), reverse=True))
+
+    @property
+    def has_goal(self) -> bool:
+        """Whether a time is to be met."""
+        return self.speedup is not None or self.budget_ms is not None

@@ -25,9 +25,7 @@ class OnnxFiles:
     It is a mode: call it on a network, and it runs.
     """
 
-    def __init__(
-        self, folder: Path, information: Callable[[nn.Module], ModelInformation]
-    ) -> None:
+    def __init__(self, folder: Path, information: Callable[[nn.Module], ModelInformation]) -> None:
         self.folder, self._information = folder, information
         self._files: dict[nn.Module, OnnxModel] = {}
 

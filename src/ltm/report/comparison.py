@@ -16,7 +16,8 @@ from ltm.api import conversion_of
 from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.latency import BASE, Timing
 from ltm.evaluation.measurement import Measurement
-from ltm.evaluation.records import Environment
+from ltm.evaluation.modes import TITLES
+from ltm.evaluation.records import Environment, percent, points
 from ltm.methods.base import Site
 from ltm.report.curves import display_name
 
@@ -30,6 +31,43 @@ class BlockChange:
     """Tokens that enter: a number, or height x width."""
     after: str
     how: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """One ratio of a curve, measured on the images that the choice was made on."""
+
+    ratio: float
+    share: float
+    loss: PairedDifference
+    """Accuracy less that of the original."""
+    top1: float
+    num_changed: int
+    """Images whose predicted label is another than the original's."""
+    timing: Timing
+    chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """The form that is recommended, and how to run it."""
+
+    form: str
+    batch_size: int
+    code: str
+    """The lines that run it."""
+    file: str = ""
+    """The file that was written for it, if there is one."""
+    num_images: int = 0
+    """Images on which the file's predictions were compared."""
+    num_changed: int = 0
+    """Images on which the file predicts another label than the original."""
+    num_unlike: int = 0
+    """Images on which the file predicts another label than the compressed network."""
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.form]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +96,12 @@ class Comparison:
     num_blocks: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     """Methods that could not be compared, and why."""
+    deployment: Deployment | None = None
+    curve: tuple[CurvePoint, ...] = ()
+    max_loss: float | None = None
+    """Points that might be lost where the ratio was chosen."""
+    goal_speedup: float | None = None
+    goal_ms: float | None = None
     interrupted: str = ""
     """What was going on when the run was stopped; empty for a complete one."""
 
@@ -72,6 +116,22 @@ class Comparison:
     @property
     def compressed(self) -> Measurement | None:
         return self.network(self.method)
+
+    @property
+    def form(self) -> str:
+        """The form that times are told in."""
+        return "eager" if self.deployment is None else self.deployment.form
+
+    def timing(self, method: str, batch_size: int, form: str | None = None) -> Timing | None:
+        """The time of a network, by default in the form that is recommended."""
+        network = self.network(method)
+        return None if network is None else network.timing(batch_size, form or self.form)
+
+    @property
+    def timing_deployed(self) -> Timing | None:
+        """The time of the compressed network as it is recommended."""
+        deployed = self.deployment
+        return None if deployed is None else self.timing(self.method, deployed.batch_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, networks by method."""
@@ -109,7 +169,11 @@ def verdicts(comparison: Comparison) -> list[str]:
     found = [
         *_accuracy(comparison),
         *_budget(comparison),
+        *_deployed(comparison),
+        *_goal(comparison),
         *_speed(comparison),
+        *_advice(comparison),
+        *_choice(comparison),
         *_peers(comparison),
         *_cautions(comparison),
     ]
@@ -118,18 +182,18 @@ def verdicts(comparison: Comparison) -> list[str]:
 
 def _points(difference: PairedDifference) -> str:
     """A difference in percentage points with its interval."""
-    low, high = 100 * difference.low, 100 * difference.high
-    return f"{100 * difference.difference:+.1f} points (95% interval {low:+.1f} to {high:+.1f})"
+    low, high = points(difference.low), points(difference.high)
+    return f"{points(difference.difference)} points (95% interval {low} to {high})"
 
 
 def _accuracy(comparison: Comparison) -> list[str]:
     base, compressed = comparison.base, comparison.compressed
     if base is None or compressed is None or not (base.accuracy and compressed.accuracy):
         return []
-    before, after = 100 * base.accuracy.top1, 100 * compressed.accuracy.top1
+    before, after = base.accuracy.top1, compressed.accuracy.top1
     name = display_name(comparison.method)
-    kept = f"kept {after:.1f} of {before:.1f}" if after <= before else (
-        f"reached {after:.1f}, from {before:.1f},"
+    kept = f"kept {percent(after)} of {percent(before)}" if after <= before else (
+        f"reached {percent(after)}, from {percent(before)},"
     )  # fmt: skip
     sentences = [f"{name} {kept} top-1 at {compressed.share:.2f} of the multiply-adds."]
     if compressed.against_base is not None:
@@ -161,13 +225,132 @@ def _speed(comparison: Comparison) -> list[str]:
     timings = [] if compressed is None else [t for t in compressed.timings if t.speedup]
     if not timings:
         return []
-    parts = [_speed_part(timing) for timing in sorted(timings, key=lambda t: t.batch_size)]
-    conditions = "; ".join(dict.fromkeys(f"{timing.mode}, {timing.dtype}" for timing in timings))
+    by_form: dict[str, list[Timing]] = {}
+    for timing in sorted(timings, key=lambda t: t.batch_size):
+        by_form.setdefault(timing.mode, []).append(timing)
+    parts = [
+        f"{TITLES[form]} {', '.join(_speed_part(timing) for timing in members)}"
+        for form, members in by_form.items()
+    ]
     where = comparison.environment.device
-    return [f"Measured speed: {'; '.join(parts)} ({conditions} on {where})."]
+    on = f"{timings[0].dtype} on {where}"
+    return [f"Measured speed, against the original in the same form: {'; '.join(parts)} ({on})."]
 
 
-def _speed_part(timing: Timing) -> str:
+def _deployed(comparison: Comparison) -> list[str]:
+    """Which form to run, and whether its file says what the networks say."""
+    deployed, timing = comparison.deployment, comparison.timing_deployed
+    if deployed is None:
+        return []
+    sentences = []
+    if timing is not None and timing.images_per_second is not None:
+        base = comparison.timing(BASE, deployed.batch_size)
+        before = "" if base is None or base.images_per_second is None else (
+            f" (the original {_rate(base.images_per_second)})"
+        )  # fmt: skip
+        sentences.append(
+            f"Run it in {deployed.title}: {_rate(timing.images_per_second)} images per second at "
+            f"batch {deployed.batch_size}{before}, {_speed_part(timing, at=False)}."
+        )
+    if deployed.num_images:
+        unlike = "as the network does" if not deployed.num_unlike else (
+            f"another label than the network on {_count(deployed.num_unlike)}"
+        )  # fmt: skip
+        sentences.append(
+            f"{deployed.file} was compared on all {deployed.num_images:,} evaluated images: it "
+            f"predicts {unlike}, and another label than the original on "
+            f"{_count(deployed.num_changed)} "
+            f"({percent(deployed.num_changed / deployed.num_images)}%)."
+        )
+    return sentences
+
+
+def _rate(images_per_second: float) -> str:
+    return f"{images_per_second:,.{0 if images_per_second >= 100 else 1}f}"
+
+
+def _count(number: int) -> str:
+    return f"{number:,} {'image' if number == 1 else 'images'}"
+
+
+_NEAR = 0.03
+"""A time goal is met where it is missed by no more than this share."""
+
+
+def _goal(comparison: Comparison) -> list[str]:
+    """Whether the time that was asked for is met, as measured last."""
+    timing = comparison.timing_deployed
+    if timing is None or timing.milliseconds is None or not timing.speedup:
+        return []
+    where = f"in {TITLES[timing.mode]} at batch {timing.batch_size}"
+    if comparison.goal_speedup is not None:
+        asked, came = f"{comparison.goal_speedup:g}x", f"{timing.speedup:.2f}x"
+        reached = timing.speedup / comparison.goal_speedup
+    elif comparison.goal_ms is not None:
+        asked, came = f"{comparison.goal_ms:g} ms", f"{timing.milliseconds:.2f} ms"
+        reached = comparison.goal_ms / timing.milliseconds
+    else:
+        return []
+    if reached >= 1 - _NEAR:
+        return [f"The goal of {asked} {where} is met: {came}."]
+    return [
+        f"The goal of {asked} {where} is missed by {percent(1 - reached, 0)}%: it came to {came}."
+    ]
+
+
+def _choice(comparison: Comparison) -> list[str]:
+    """How the ratio was chosen from a curve."""
+    chosen = next((point for point in comparison.curve if point.chosen), None)
+    if chosen is None or comparison.max_loss is None:
+        return []
+    kept = -100 * chosen.loss.difference <= comparison.max_loss
+    how = (
+        f"the fastest of {len(comparison.curve)} within {comparison.max_loss:g} points"
+        if kept
+        else f"none of {len(comparison.curve)} is within {comparison.max_loss:g} points, and this "
+        "is the closest"
+    )
+    on = f"{chosen.loss.num_images:,} other images ({points(chosen.loss.difference)} points there)"
+    return [f"The ratio of {chosen.ratio:g} was chosen on {on}: {how}."]
+
+
+_SMALL_GMACS = 0.3
+
+
+def _advice(comparison: Comparison) -> list[str]:
+    """Where nothing is gained: why, and what to do."""
+    compressed = comparison.compressed
+    if compressed is None:
+        return []
+    slow = [
+        t for t in compressed.timings if t.speedup_interval and round(t.speedup_interval[0], 2) <= 1
+    ]
+    fast = [
+        t for t in compressed.timings if t.speedup_interval and round(t.speedup_interval[0], 2) > 1
+    ]
+    if not slow:
+        return []
+    where = ", ".join(f"{TITLES[t.mode]} at batch {t.batch_size}" for t in slow)
+    base = comparison.base
+    small = base is not None and base.gmacs < _SMALL_GMACS
+    why = (
+        f"the whole network has only {1e3 * base.gmacs:.0f} million multiply-adds, and overhead "
+        "outweighs them"
+        if small and base is not None
+        else "matching adds small operators, and at this batch starting them costs as much as the "
+        "tokens that it saves"
+    )
+    best = max(fast, key=lambda t: t.speedup or 0, default=None)
+    if best is not None:
+        advice = f"use {TITLES[best.mode]} at batch {best.batch_size} ({best.speedup:.2f}x)"
+    elif small:
+        advice = "merging pays on larger networks, longer sequences or larger batches"
+    else:
+        advice = "try larger batches, a smaller --ratio, or another form (--forms)"
+    return [f"Nothing is gained in {where}: {why}. What to do: {advice}."]
+
+
+def _speed_part(timing: Timing, *, at: bool = True) -> str:
     low, high = timing.speedup_interval or (0.0, 0.0)
     if round(low, 2) > 1:
         said = f"{timing.speedup:.2f}x as fast"
@@ -175,7 +358,7 @@ def _speed_part(timing: Timing) -> str:
         said = f"slower, {timing.speedup:.2f}x"
     else:
         said = "no gain"
-    return f"{said} at batch {timing.batch_size}"
+    return f"{said} at batch {timing.batch_size}" if at else said
 
 
 def _peers(comparison: Comparison) -> list[str]:
@@ -186,7 +369,7 @@ def _peers(comparison: Comparison) -> list[str]:
         if network is None or network.accuracy is None:
             continue
         sentences.append(
-            f"{name} against {display_name(peer)} ({100 * network.accuracy.top1:.1f} at "
+            f"{name} against {display_name(peer)} ({percent(network.accuracy.top1)} at "
             f"{network.share:.2f}): {_points(difference)}; {_standing(difference, name)}."
         )
     for peer, reason in comparison.left_out.items():

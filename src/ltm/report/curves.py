@@ -70,6 +70,29 @@ def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
     return figure
 
 
+def ratios_figure(
+    drawn: Sequence[tuple[float, float, float, bool]], allowed: float | None, where: str
+) -> Figure:
+    """Change of top-1 against time over ratios: `(time, points, ratio, chosen)` of each."""
+    figure, (axes,) = _canvas()
+    colour, _ = _OTHERS[0]
+    drawn = sorted(drawn)
+    times, changes = [1.0, *(d[0] for d in drawn[::-1])], [0.0, *(d[1] for d in drawn[::-1])]
+    axes.plot(times, changes, color=colour, marker="o", markersize=5, linewidth=1.4)
+    axes.plot(1.0, 0.0, color=_ORIGINAL[0], marker=_ORIGINAL[1], markersize=7)
+    axes.annotate("original", (1.0, 0.0), xytext=(-4, 7), textcoords="offset points", ha="right")
+    for time, change, ratio, chosen in drawn:
+        axes.annotate(f"{ratio:g}", (time, change), xytext=(6, -12), textcoords="offset points")
+        if chosen:
+            axes.plot(time, change, "o", markersize=13, markerfacecolor="none", color="#222222")
+    if allowed is not None:
+        axes.axhline(-allowed, color="#666666", linestyle="--", linewidth=1.0)
+    axes.set_xlabel(f"share of the original's time, {where}")
+    axes.set_ylabel("change of top-1, points")
+    axes.margins(x=0.12, y=0.18)
+    return figure
+
+
 def tokens_figure(tokens: Mapping[str, Mapping[int, float]]) -> Figure:
     """Tokens that leave each block, by method."""
     figure, (axes,) = _canvas()

@@ -20,6 +20,8 @@ from matplotlib.figure import Figure
 
 from ltm.evaluation.latency import BASE, Timing
 from ltm.evaluation.measurement import Measurement
+from ltm.evaluation.modes import TITLES
+from ltm.evaluation.records import percent, points
 from ltm.files import write_text
 from ltm.report.comparison import Comparison, verdicts
 from ltm.report.curves import (
@@ -27,6 +29,7 @@ from ltm.report.curves import (
     accuracy_figure,
     bottleneck_figure,
     display_name,
+    ratios_figure,
     tokens_figure,
 )
 from ltm.report.pictures import (
@@ -70,6 +73,9 @@ def render_report(comparison: Comparison, pictures: Sequence[Illustration] = ())
         base=BASE,
         verdicts=verdicts(comparison),
         batches=batches,
+        forms=forms_table(comparison),
+        form=TITLES[comparison.form],
+        points=_curve_rows(comparison),
         rows=[_row(network, comparison, batches) for network in comparison.networks],
         curves=curves(comparison),
         pictures=pictures,
@@ -81,15 +87,50 @@ def render_report(comparison: Comparison, pictures: Sequence[Illustration] = ())
 def table_of(comparison: Comparison) -> list[list[str]]:
     """The main columns as short text, the header first; columns that nobody fills are left out."""
     batches = _batch_sizes(comparison)
-    table = [["network", "top-1", "against original", "agreement", "GMACs", "share"]]
+    table = [["network", "top-1", "against original", "labels changed", "GMACs", "share"]]
     table[0] += [f"batch {batch}" for batch in batches]
     for network in comparison.networks:
         row = _row(network, comparison, batches)
-        cells = [row["name"], row["top1"].partition(" ")[0], row["difference"], row["agreement"]]
+        cells = [row["name"], row["top1"].partition(" ")[0], row["difference"], row["changed"]]
         cells += [f"{network.gmacs:.3f}", f"{network.share:.2f}"]
-        table.append(cells + [_factor(network.timing(batch)) for batch in batches])
+        times = [network.timing(batch, comparison.form) for batch in batches]
+        table.append(cells + [_factor(timing) for timing in times])
     filled = [index for index in range(len(table[0])) if any(row[index] for row in table[1:])]
     return [[row[index] for index in filled] for row in table]
+
+
+def forms_table(comparison: Comparison) -> list[list[str]]:
+    """The compressed network against the original in each form, as short text, header first."""
+    name = display_name(comparison.method)
+    table = [["form", "batch", "original ms", f"{name} ms", "original images/s", "images/s", ""]]
+    deployed = comparison.deployment
+    for form, batch in _forms_timed(comparison):
+        base, own = (comparison.timing(m, batch, form) for m in (BASE, comparison.method))
+        if base is None or own is None:
+            continue
+        advised = deployed is not None and (form, batch) == (deployed.form, deployed.batch_size)
+        table.append(
+            [
+                f"{TITLES[form]}{' (recommended)' if advised else ''}",
+                str(batch),
+                *(_number(timing.milliseconds) for timing in (base, own)),
+                *(_number(timing.images_per_second, 1) for timing in (base, own)),
+                _factor(own) or f"did not run: {own.error or base.error}",
+            ]
+        )
+    return table
+
+
+def _forms_timed(comparison: Comparison) -> list[tuple[str, int]]:
+    """Forms and batch sizes, in the order of measurement."""
+    compressed = comparison.compressed
+    timed = [] if compressed is None else compressed.timings
+    forms = list(dict.fromkeys(timing.mode for timing in timed))
+    return sorted({(t.mode, t.batch_size) for t in timed}, key=lambda p: (p[1], forms.index(p[0])))
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def _factor(timing: Timing | None) -> str:
@@ -116,7 +157,9 @@ def curves(comparison: Comparison) -> list[Illustration]:
     found: list[Illustration] = []
     if measured:
         found.append(_against_macs(measured))
-    found += [_against_time(measured, batch) for batch in _batch_sizes(comparison)]
+    found += [_against_time(measured, batch, comparison.form) for batch in _batch_sizes(comparison)]
+    if comparison.curve:
+        found.insert(0, _over_ratios(comparison))
     tokens = {network.method: network.tokens for network in comparison.networks if network.tokens}
     if tokens:
         final = ", ".join(
@@ -146,27 +189,69 @@ def curves(comparison: Comparison) -> list[Illustration]:
 
 
 def _against_macs(networks: Sequence[Measurement]) -> Illustration:
-    points = [_point(network, network.gmacs) for network in networks]
+    drawn = [_point(network, network.gmacs) for network in networks]
     return Illustration(
-        address=_vector(accuracy_figure(points, "GMACs per image")),
-        alt=f"Top-1 against multiply-adds: {_spoken(points, 'GMACs')}.",
+        address=_vector(accuracy_figure(drawn, "GMACs per image")),
+        alt=f"Top-1 against multiply-adds: {_spoken(drawn, 'GMACs')}.",
         caption="Top-1 against multiply-adds (billions an image); lines are 95% intervals.",
     )
 
 
-def _against_time(networks: Sequence[Measurement], batch_size: int) -> Illustration:
+def _curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """The ratios that were tried, as text."""
+    return [
+        {
+            "ratio": f"{point.ratio:g}",
+            "share": f"{point.share:.3f}",
+            "top1": percent(point.top1),
+            "difference": points(point.loss.difference),
+            "changed": _changed(point.num_changed, point.loss.num_images),
+            "time": _speed(point.timing),
+            "rate": _number(point.timing.images_per_second, 1),
+            "chosen": point.chosen,
+        }
+        for point in comparison.curve
+    ]
+
+
+def _over_ratios(comparison: Comparison) -> Illustration:
+    """The curve that the ratio was chosen from: loss against speed."""
+    first = comparison.curve[0]
+    timing = first.timing
+    drawn = [
+        (1 / point.timing.speedup, 100 * point.loss.difference, point.ratio, point.chosen)
+        for point in comparison.curve
+        if point.timing.speedup
+    ]
+    where = f"{TITLES[timing.mode]}, batches of {timing.batch_size}"
+    spoken = "; ".join(f"{ratio:g}: {y:.2f} points at {x:.2f}" for x, y, ratio, _ in drawn)
+    return Illustration(
+        address=_vector(ratios_figure(drawn, comparison.max_loss, where)),
+        alt=f"Accuracy against time over ratios ({where}): {spoken}.",
+        caption=(
+            f"Change of top-1 against measured time ({where}) over the ratios, on the "
+            f"{first.loss.num_images:,} images that the choice was made on; the ring is what was "
+            "chosen, the dashed line the loss that was allowed."
+        ),
+    )
+
+
+def _against_time(networks: Sequence[Measurement], batch_size: int, form: str) -> Illustration:
     """Times as shares of the original's, from rounds that ran both: a busy moment hits both."""
-    points = [
+    drawn = [
         _point(network, 1 / timing.speedup, (1 / high, 1 / low))
         for network in networks
-        if (timing := network.timing(batch_size)) and timing.speedup
+        if (timing := network.timing(batch_size, form)) and timing.speedup
         for low, high in [timing.speedup_interval or (timing.speedup, timing.speedup)]
     ]
     unit = "of the original's time"
     return Illustration(
-        address=_vector(accuracy_figure(points, f"share {unit}, batches of {batch_size}")),
-        alt=f"Top-1 against time at batch {batch_size}: {_spoken(points, unit)}.",
-        caption=f"Top-1 against measured time, as a share {unit}, in batches of {batch_size}.",
+        address=_vector(accuracy_figure(drawn, f"share {unit}, batches of {batch_size}")),
+        alt=f"Top-1 against time at batch {batch_size}: {_spoken(drawn, unit)}.",
+        caption=(
+            f"Top-1 against measured time in {TITLES[form]}, as a share {unit}, in batches of "
+            f"{batch_size}."
+        ),
     )
 
 
@@ -183,11 +268,11 @@ def _point(
     )
 
 
-def _spoken(points: Sequence[Point], unit: str) -> str:
+def _spoken(drawn: Sequence[Point], unit: str) -> str:
     return "; ".join(
-        f"{display_name(point.method)} {100 * point.accuracy:.1f} per cent at "
+        f"{display_name(point.method)} {percent(point.accuracy)} per cent at "
         f"{point.cost:.3g} {unit}"
-        for point in points
+        for point in drawn
     )
 
 
@@ -198,26 +283,31 @@ def _vector(figure: Figure) -> str:
 def _row(network: Measurement, comparison: Comparison, batches: Sequence[int]) -> dict[str, Any]:
     """One network in the headline table, as text."""
     is_base, accuracy, against = network.method == BASE, network.accuracy, network.against_base
-    top1 = difference = agreement = ""
+    top1 = difference = changed = ""
     if accuracy is not None:
         low, high = accuracy.top1_interval
-        top1 = f"{100 * accuracy.top1:.2f} ±{50 * (high - low):.1f}"
+        top1 = f"{percent(accuracy.top1)} ±{percent((high - low) / 2)}"
         if accuracy.agreement is not None and not is_base:
-            agreement = f"{100 * accuracy.agreement:.1f}%"
+            number = accuracy.num_images
+            changed = _changed(round((1 - accuracy.agreement) * number), number)
     if against is not None and not is_base:
-        low, high = 100 * against.low, 100 * against.high
-        difference = f"{100 * against.difference:+.2f} ({low:+.1f} to {high:+.1f})"
+        low, high = points(against.low), points(against.high)
+        difference = f"{points(against.difference)} ({low} to {high})"
     return {
         "name": display_name(network.method),
         "top1": top1,
         "difference": difference,
-        "agreement": agreement,
+        "changed": changed,
         "macs": f"{network.gmacs:.3f} G ({network.share:.2f})",
         "parameters": f"{network.parameters / 1e6:.2f} M",
-        "speeds": [_speed(network.timing(batch)) for batch in batches],
+        "speeds": [_speed(network.timing(batch, comparison.form)) for batch in batches],
         "note": network.note,
         "emphasis": network.method == comparison.method,
     }
+
+
+def _changed(number: int, total: int) -> str:
+    return f"{number:,} ({percent(number / total)}%)"
 
 
 def _speed(timing: Timing | None) -> str:
@@ -226,7 +316,7 @@ def _speed(timing: Timing | None) -> str:
     if timing.milliseconds is None:
         return f"did not run: {timing.error}"
     said = "" if timing.method == BASE else f", {timing.verdict}"
-    return f"{timing.milliseconds:.1f} ms{said}"
+    return f"{_number(timing.milliseconds)} ms{said}"
 
 
 def _batch_sizes(comparison: Comparison) -> list[int]:
