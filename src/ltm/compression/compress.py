@@ -31,7 +31,7 @@ from ltm.api import (
 from ltm.api.folders import require_own
 from ltm.calibration.calibration import Calibration
 from ltm.calibration.settings import CalibrateSettings
-from ltm.compression.settings import FEW_POINTS, CompressSettings
+from ltm.compression.settings import CompressSettings
 from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
@@ -424,8 +424,7 @@ class _Compression:
         points = [
             _curve_point(name, tried, timings[name], report(networks[name]).share) for name in made
         ]
-        allowed = FEW_POINTS if settings.max_loss is None else settings.max_loss
-        best = _chosen(points, allowed)
+        best = _chosen(points, settings.allowed_loss)
         self.curve = [replace(point, chosen=point is best) for point in points]
         self.config = method_config(settings.method, best.ratio)
         self._keep(*made[f"{best.ratio:g}"])
@@ -442,9 +441,11 @@ class _Compression:
                 ratio = self.config.ratio
             try:
                 model, found = self._calibrated(ratio)
-            except ValueError as error:
+            except ValueError as error:  # fewer tokens than this network can do with
                 self.left_out[f"{self.settings.method} at {ratio:.2f}"] = str(error)
-                break
+                ratio = (ratio + min(tried)) / 2
+                continue
+            model = freeze_(model)
             times = {t.method: t for t in self._time({BASE: self.models[BASE], "new": model})}
             goal = goal or self._goal(times[BASE])
             tried[ratio] = 1 / _required_speedup(times["new"])
@@ -644,7 +645,7 @@ class _Compression:
             left_out=self.left_out,
             deployment=None if done is None else self._deployment(),
             curve=tuple(self.curve),
-            max_loss=settings.max_loss or (FEW_POINTS if settings.curve else None),
+            max_loss=settings.allowed_loss if settings.curve else None,
             goal_speedup=settings.speedup,
             goal_ms=settings.budget_ms,
             interrupted=self.interrupted,
@@ -687,7 +688,7 @@ class _Compression:
 
 def _forms(settings: CompressSettings, device: torch.device) -> tuple[str, ...]:
     """The forms to time; what cannot be is refused before anything is done."""
-    forms = settings.forms or usual_modes(device)
+    forms = settings.forms or (usual_modes(device) if settings.time else ())
     if settings.form is not None and settings.form not in forms:
         forms = (*forms, settings.form)
     for form in forms:

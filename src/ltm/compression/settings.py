@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 FEW_POINTS = 0.5
 """The loss that is allowed unless another is given."""
@@ -73,20 +74,29 @@ class CompressSettings:
         given = [name for name, is_given in goals.items() if is_given]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)}: give one of them")
+        self._check_numbers()
         if given and not self.time:
             raise ValueError(f"{given[0]}: networks have to be timed; leave --no-time out")
         if given and self.finetune_epochs:
             raise ValueError(
                 f"{given[0]}: it chooses among networks as they are converted; fine-tune afterwards"
             )
-        for name in ("speedup", "budget_ms", "max_loss"):
+
+    def _check_numbers(self) -> None:
+        for name, least in (("speedup", 1.0), ("budget_ms", 0.0)):
             value = getattr(self, name)
-            least = 1.0 if name == "speedup" else 0.0
-            if value is not None and not value > least:
+            if value is not None and not least < value < inf:
                 raise ValueError(f"{name} is {value:g}: it must be above {least:g}")
+        if not 0 <= self.allowed_loss <= 100:
+            raise ValueError(f"max_loss is {self.allowed_loss:g}: it is from 0 to 100 points")
         for ratio in self.ratios:
             if not 0 < ratio < 1:
                 raise ValueError(f"ratios: got {ratio:g}; each is above 0 and below 1")
+
+    @property
+    def allowed_loss(self) -> float:
+        """Points that may be lost where a ratio is chosen."""
+        return FEW_POINTS if self.max_loss is None else self.max_loss
 
     @property
     def curve(self) -> tuple[float, ...]:
