@@ -51,7 +51,7 @@ lint: $(INSTALLED)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-check: lint all
+check: lint test
 
 coverage: $(INSTALLED)
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from ltm.core.validation import require_least
 from ltm.files import output_folder
 
 if TYPE_CHECKING:
@@ -115,8 +116,7 @@ def table(
 
 def _check_numbers(devices: int, processes: int, seeds: int | None, minutes: float | None) -> None:
     for option, number in {"devices": devices, "processes": processes, "seeds": seeds}.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{option} is {number}, but must be at least 1")
+        require_least(option, number)
     if devices > 1 and processes > 1:
         raise ValueError("devices and processes: give one of them; a row takes all devices")
     if minutes is not None and not minutes > 0:

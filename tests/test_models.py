@@ -105,13 +105,13 @@ def test_truncated_weights_are_damaged(weights: Path, tmp_path: Path) -> None:
         ({"model": "vit_tinny"}, "not known to timm; did you mean vit_tiny_patch16_224, vit_tiny_"),
         ({"model": "convnext_tiny", "merges": True}, "ConvNeXt has no block that can merge"),
         ({"model": "convnext_tiny"}, "has no weights yet"),
-        ({"model": "swinv2_tiny_window8_256", "merges": True}, "V2 has no block that can merge"),
+        ({"model": "coat_tiny", "merges": True}, "CoaT has no block that can merge"),
         (
             {"model": "vit_tiny_patch16_224", "image_size": 225, "weights": Path("no.pth")},
             "--image-size is 225: it must be a multiple of 16, the side of this network's patches",
         ),
-        ({"model": "test_vit", "image_size": 0}, "--image-size is 0: it must be at least 1"),
-        ({"run": Path("nowhere"), "image_size": -5}, "--image-size is -5: it must be at least 1"),
+        ({"model": "test_vit", "image_size": 0}, "image_size is 0, but must be at least 1"),
+        ({"run": Path("nowhere"), "image_size": -5}, "image_size is -5, but must be at least 1"),
         (
             {"model": "test_vit.nothing", "untrained": True},
             "cannot be made: Invalid pretrained tag",
@@ -231,6 +231,30 @@ def test_methods_become_configs() -> None:
     assert method_config("ltm:sites=0,counts=7x5") == ltm.LTM(sites=(0,), counts=((7, 5),))
     assert method_config("ltm:counts=7x7+5x6") == ltm.LTM(counts=((7, 7), (5, 6)))
     assert method_config("tofu", 0.7, switch=0.25) == ltm.ToFu(ratio=0.7, switch=0.25)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ltm.LTM(ratio=0.7), "ltm:ratio=0.7"),
+        (ltm.LTM(ratio=0.6), "ltm"),
+        (ltm.ToMe(per_block=0.9), "tome:per_block=0.9"),
+        (ltm.ToMe(counts=(9,), sites=(0,)), "tome:counts=9,sites=0"),
+        (ltm.LTM(counts=((14, 14), (7, 5)), sites=(3, 5)), "ltm:counts=14x14+7x5,sites=3+5"),
+        (
+            ltm.LTM(support=ltm.Learned(), weights=None),
+            "ltm:ratio=0.7,support=learned,weights=uniform",
+        ),
+        (
+            ltm.LTM(ratio=0.6, sites=(3, 5), support=ltm.Matched(operators=("none", "merge"))),
+            "ltm:sites=3+5,support=matching,operators=none+merge",
+        ),
+    ],
+)
+def test_a_config_says_itself_in_words_that_are_read_back(config: Any, words: str) -> None:
+    assert config.words(ratio=0.6) == words
+    assert method_config(words, ratio=0.6) == config
+    assert method_config(config.words()) == config
 
 
 @pytest.mark.parametrize(

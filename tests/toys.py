@@ -6,12 +6,22 @@ from collections.abc import Callable
 
 import timm
 import torch
+from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.efficientvit_mit import EfficientVit
 from timm.models.eva import Eva
 from timm.models.mobilevit import MobileVitBlock
 from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
+from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
+from timm.models.vision_transformer import (
+    DiffParallelScalingBlock,
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+    VisionTransformer,
+)
+from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
 from torch import Tensor, nn
 
 NUM_CLASSES = 10
@@ -47,12 +57,42 @@ def _swin() -> nn.Module:
     )
 
 
+def _swinv2(kind: Callable[..., nn.Module], **arguments: object) -> nn.Module:
+    settings = {"img_size": 64, "window_size": 4, "embed_dim": 32, "num_classes": NUM_CLASSES}
+    return kind(**settings, depths=(2, 2), num_heads=(2, 4), **arguments)
+
+
 def _eva(**arguments: object) -> nn.Module:
     """DINOv3 in small."""
     settings = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 2}
     rotary = {"use_rot_pos_emb": True, "use_abs_pos_emb": False, "rope_type": "dinov3"}
     settings["head_init_scale"] = 1.0
     return Eva(**{**settings, **rotary, "num_classes": NUM_CLASSES, **arguments})
+
+
+def _relative(**arguments: object) -> nn.Module:
+    settings = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    settings["num_classes"] = NUM_CLASSES
+    return VisionTransformerRelPos(**{**settings, "init_values": 1.0, **arguments})
+
+
+def _beit(**arguments: object) -> nn.Module:
+    settings = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    settings |= {"head_init_scale": 1.0, "use_abs_pos_emb": False, "use_rel_pos_bias": True}
+    settings["num_classes"] = NUM_CLASSES
+    model = Beit(**{**settings, **arguments})
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias_table"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def _naflex(**arguments: object) -> nn.Module:
+    settings = {"img_size": 48, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    settings["init_values"] = 1.0  # timm's own, 1e-5, would hide what the blocks do
+    return timm.create_model(
+        "naflexvit_base_patch16_gap", num_classes=NUM_CLASSES, **{**settings, **arguments}
+    )
 
 
 SEQUENCES: dict[str, Callable[[], nn.Module]] = {
@@ -70,14 +110,32 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "eva02": lambda: _eva(
         rope_type="mixed", qkv_fused=False, swiglu_mlp=True, scale_mlp=True, global_pool="map"
     ),
+    "parallel": lambda: _vit(block_fn=ParallelScalingBlock, qk_norm=True),
+    "diff": lambda: _vit(attn_layer="diff", qk_norm=True, depth=4),
+    "relative": lambda: _relative(class_token=True),
+    "beit": lambda: _beit(use_shared_rel_pos_bias=True),
+    "naflex": lambda: _naflex(reg_tokens=2),
 }
 GRIDS: dict[str, Callable[[], nn.Module]] = {
     "swin": _swin,
+    "swinv2": lambda: _swinv2(SwinTransformerV2),
     "mobilevit": _mobilevit,
     "efficientvit": _efficientvit,
 }
 TOYS = SEQUENCES | GRIDS
-SIZES = {"swin": 112, "mobilevit": 96, "efficientvit": 96}
+VARIANTS: dict[str, Callable[[], nn.Module]] = {
+    "post_norm": lambda: _vit(block_fn=ResPostBlock),
+    "parallel_things": lambda: _vit(block_fn=ParallelThingsBlock, depth=3),
+    "diff_parallel": lambda: _vit(block_fn=DiffParallelScalingBlock, depth=4),
+    "relative_shared": lambda: _relative(
+        block_fn=ResPostRelPosBlock, rel_pos_type="bias", shared_rel_pos=True
+    ),
+    "beit_alone": lambda: _beit(swiglu_mlp=True, init_values=0.5, global_pool="token"),
+    "naflex_rotary": lambda: _naflex(rope_type="axial", class_token=True, global_pool="map"),
+    "swinv2_cr": lambda: _swinv2(SwinTransformerV2Cr, init_values=1.0),
+}
+"""Other blocks of the same families, for one test of everything."""
+SIZES = {"swin": 112, "swinv2": 64, "swinv2_cr": 64, "mobilevit": 96, "efficientvit": 96}
 
 
 def toy(name: str) -> nn.Module:
@@ -88,7 +146,7 @@ def toy(name: str) -> nn.Module:
 @functools.cache
 def _toy(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = TOYS[name]()
+    model = (TOYS | VARIANTS)[name]()
     for parameter in model.parameters():
         if parameter.ndim == 1 and bool((parameter == 0).all()):
             torch.nn.init.normal_(parameter, std=0.02)

@@ -23,19 +23,26 @@ CASES = {
     "vit-tofu": ("vit", ltm.ToFu(per_block=0.9)),
     "vit-ltmp": ("vit", ltm.LTMP(per_block=0.9)),
     "pooled-ltm": ("pooled", ltm.LTM(per_block=0.9)),
+    "relative-ltm": ("relative", ltm.LTM(per_block=0.9)),
+    "beit-ltm": ("beit", ltm.LTM(per_block=0.9)),
+    "naflex-ltm": ("naflex", ltm.LTM(per_block=0.9)),
     "swin-ltm": ("swin", ltm.LTM(per_block=0.8)),
+    "swinv2-ltm": ("swinv2", ltm.LTM(per_block=0.8)),
     "mobilevit-ltm": ("mobilevit", ltm.LTM(per_block=0.6)),
     "efficientvit-ltm": ("efficientvit", ltm.LTM(per_block=0.6)),
 }
 
-EXPORTED = ("pooled-ltm", "swin-ltm", "mobilevit-ltm", "efficientvit-ltm")
+EXPORTED = (
+    *("pooled-ltm", "relative-ltm", "beit-ltm", "naflex-ltm"),
+    *("swin-ltm", "swinv2-ltm", "mobilevit-ltm", "efficientvit-ltm"),
+)
 """All others are exported in the tests of files."""
 
 
 def short(name: str) -> torch.nn.Module:
     """A toy of two blocks where it has more of one kind: tracing takes time for each."""
     model: Any = toy(name)
-    if name in ("vit", "pooled"):
+    if hasattr(model, "blocks"):
         model.blocks = model.blocks[:2]
     return model
 

@@ -34,7 +34,7 @@ from typing import (
     get_type_hints,
 )
 
-from ltm.core.validation import first_line
+from ltm.core.validation import first_line, require_least
 
 if TYPE_CHECKING:
     import torch
@@ -298,12 +298,6 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def require_least(option: str, number: float | None, least: float = 1) -> None:
-    """Refuse a number that is too small, by the name of its option."""
-    if number is not None and not number >= least:
-        raise ValueError(f"--{option} is {number:g}: it must be at least {least:g}")
-
-
 # --- Methods -------------------------------------------------------------------------------------
 
 
@@ -421,7 +415,7 @@ class ModelSource:
             merges: refuse a network that cannot be converted, before its weights are read.
             say: is told which entry of a weights file was taken.
         """
-        require_least("image-size", self.image_size)
+        require_least("image_size", self.image_size)
         if self.pretrained and self.weights is not None:
             raise ValueError("pretrained and weights: give one of them, not both")
         if self.run is not None:
@@ -645,17 +639,17 @@ def _check_host(
 ) -> None:
     """Refuse a name that timm does not know, a size that does not fit and what cannot merge."""
     check_name(name)
-    outline = _outline(name, arguments)
-    if outline is None:
+    made = outline(name, arguments)
+    if made is None:
         return
     if merges:
         from ltm.adapters.base import select_adapter
 
-        select_adapter(outline)
-    _check_patches(outline, image_size)
+        select_adapter(made)
+    _check_patches(made, image_size)
 
 
-def _outline(name: str, arguments: Mapping[str, Any]) -> nn.Module | None:
+def outline(name: str, arguments: Mapping[str, Any]) -> nn.Module | None:
     """The network on the meta device, which takes no time; None where that fails."""
     import timm
     import torch

@@ -14,7 +14,7 @@ import ltm.api
 from ltm.api import collect_statistics_, mergers
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.methods import methods
-from toys import GRIDS, SEQUENCES, TOYS, pictures, size_of, toy
+from toys import GRIDS, SEQUENCES, TOYS, VARIANTS, pictures, size_of, toy
 
 CASES = [(method, name) for method in sorted(methods()) for name in TOYS]
 
@@ -118,6 +118,44 @@ def test_original_checkpoints_load(method, name):
     after = model.state_dict()
     assert all(torch.equal(after[key], weights[key] + 1) for key in weights)
     assert all(torch.equal(after[key], own[key]) for key in own)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("method", ["ltm", "tome"])
+def test_variants_of_a_family_keep_what_the_family_keeps(method, name):
+    """Identity and undo to the bit, checkpoint keys, budget, batch mates, checkpointing, maps."""
+    model, images, make = toy(name), pictures(name, batch=3), methods()[method]
+    before, keys, kinds = (
+        run(model, images),
+        list(model.state_dict()),
+        [*map(type, model.modules())],
+    )
+    ltm.merge_tokens_(model, make(ratio=1), size_of(name))
+    assert torch.equal(run(model, images), before)
+    ltm.unmerge_tokens_(model)
+    shapes = [x.shape for x in model.forward_intermediates(images, intermediates_only=True)]
+    ratio = 0.8 if method == "ltm" or name != "swinv2_cr" else 0.95
+    assert ratio - 0.05 < ltm.merge_tokens_(model, make(ratio=ratio), size_of(name)).share <= ratio
+    merged = run(model, images)
+    alone = torch.cat([run(model, image[None]) for image in images])
+    torch.testing.assert_close(merged, alone, atol=1e-5, rtol=1e-4)
+    assert (merged - before).abs().max() > 1e-7
+    maps = model.forward_intermediates(images, intermediates_only=True)
+    assert [x.shape for x in maps] == shapes
+    gradients = []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        model(images).square().sum().backward()
+        weight = next(p for n, p in model.named_parameters() if "qkv" in n or "in_proj" in n)
+        gradients.append(weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+    model.set_grad_checkpointing(False)
+    model.zero_grad()
+    ltm.unmerge_tokens_(model)
+    assert list(model.state_dict()) == keys
+    assert [*map(type, model.modules())] == kinds
+    assert torch.equal(run(model, images), before)
 
 
 def test_timm_loads_original_checkpoints_into_a_converted_model(tmp_path):

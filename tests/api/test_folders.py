@@ -93,7 +93,7 @@ def test_an_architecture_is_a_name_of_timm(folder, name):
         ("model_args", [], "model_args is .*; it must be a group of entries"),
         ("model_args.depth", 10**9, "model_args: depth is 1000000000"),
         ("model_args.depth", 10**5, "has more layers than its weights"),
-        ("model_args.num_classes", 10**6, "more than its weights hold"),
+        ("num_classes", 10**6, "more than its weights hold"),
         ("model_args.img_size", 10**5, "more than its weights hold|cannot make"),
         ("model_args.qkv_bias", {"a": 1}, "model_args: qkv_bias is"),
         ("model_args.no_such", 1, "timm cannot make test_vit"),

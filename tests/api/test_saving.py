@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import ltm
 from ltm.api import merging_off
@@ -44,6 +45,22 @@ def test_freezing_changes_no_output(name, config):
         ltm.freeze_(model)
         torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-4)
     assert not any(p.requires_grad for n, p in model.named_parameters() if "merger" in n)
+
+
+@pytest.mark.parametrize("name", ["vit", "efficientvit"])
+def test_nothing_that_was_never_set_is_saved(name, tmp_path):
+    model = toy(name)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6), size_of(name))
+    kept = load_file(ltm.save(model, tmp_path) / "model.safetensors")
+    assert not [key for key in kept if ".informative." in key]
+    _, merger = next(ltm.api.mergers(model))
+    with torch.no_grad():
+        merger.informative.gain.fill_(0.3)
+    kept = load_file(ltm.save(model, tmp_path) / "model.safetensors")
+    assert next(key for key in kept if ".informative." in key).endswith("gain")
+    again = ltm.load(tmp_path, toy(name))
+    gains = [found.informative.gain.item() for _, found in ltm.api.mergers(again)]
+    assert gains == pytest.approx([0.3] + [0.1] * (len(gains) - 1))
 
 
 def test_nothing_is_frozen_while_merging_is_off():

@@ -88,6 +88,21 @@ def test_a_converted_network_is_calibrated_anew(vit, images, found):
     assert ltm.token_counts(merging) == counts
 
 
+def test_settings_of_the_method_are_chosen_where_they_pay(vit, images):
+    plain, chosen = (
+        calibrate(vit, images, budget=0.45, settings=QUICK, adjust=adjust)
+        for adjust in (False, None)
+    )
+    assert not any(trial.phase == "settings" for trial in plain.history)
+    assert any(trial.phase == "settings" and trial.is_best for trial in chosen.history)
+    settings, usual = chosen.config.to_settings(), ltm.LTM().to_settings()
+    assert any(settings[name] != usual[name] for name in ("attended", "size_power"))
+    assert chosen.divergence < plain.divergence
+    merging = copy.deepcopy(vit)
+    assert ltm.merge_tokens_(merging, chosen.config).share <= 0.45
+    assert divergence(vit, merging, images) == pytest.approx(chosen.divergence, rel=1e-3)
+
+
 @pytest.mark.parametrize("stop_at", [1, 30])
 def test_an_interrupted_search_keeps_the_best(vit, images, stop_at):
     tried: list[Trial] = []
@@ -302,7 +317,7 @@ def test_what_cannot_be_is_refused(vit, images):
         calibrate(vit, images, budget=0.7, config=ltm.LTM(support=ltm.Learned()))
     with pytest.raises(ValueError, match="time_batch: got 64, and 48 images"):
         calibrate(vit, images, budget_ms=1.0, settings=CalibrateSettings(time_batch=64))
-    with pytest.raises(ValueError, match="trials: got 0"):
+    with pytest.raises(ValueError, match="trials is 0"):
         CalibrateSettings(trials=0)
 
 

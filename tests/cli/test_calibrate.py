@@ -52,8 +52,8 @@ def test_the_folder_is_a_network_for_other_commands(weights: Path, tmp_path: Pat
     [
         ((), "give --budget or --budget-ms"),
         (("--budget", "1.5"), "budget: got 1.5"),
-        (("--budget", "0.7", "--images", "0"), "--images is 0: it must be at least 32"),
-        (("--budget", "0.7", "--images", "-5"), "--images is -5: it must be at least 32"),
+        (("--budget", "0.7", "--images", "0"), "images is 0, but must be at least 32"),
+        (("--budget", "0.7", "--images", "-5"), "images is -5, but must be at least 32"),
         (("--budget", "0.01"), "cannot bring this network below"),
     ],
 )

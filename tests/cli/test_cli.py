@@ -44,7 +44,7 @@ def test_a_wrong_call_exits_with_2(args: list[str], capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--images", "0"], "--images is 0: it must be at least 1"),
+        (["--images", "0"], "images is 0, but must be at least 1"),
         (["--ratio", "1.5"], "ratio: got 1.5; it must be larger than 0 and at most 1."),
         (["--output", __file__], f"output is {__file__}, a file: a folder is needed"),
     ],
@@ -72,7 +72,7 @@ def test_bad_input_is_one_sentence_and_2(
         ("export --run nowhere", "there is no such folder"),
         ("export --run nowhere --formats", "formats: there is none; give at least one"),
         ("export --run nowhere --batch-sizes", "batch_sizes: there is none; give at least one"),
-        ("export --run nowhere --batch-sizes 3 0", "--batch-sizes is 0: it must be at least 1"),
+        ("export --run nowhere --batch-sizes 3 0", "batch_sizes is 0, but must be at least 1"),
         ("table sweep --scale small --data nowhere", "no data at nowhere"),
         ("table sweep --seeds 0", "seeds is 0"),
         (f"predict {__file__} --run nowhere", "there is no such folder"),

@@ -23,7 +23,7 @@ import ltm
 from ltm.api import conversion_of, report
 from ltm.cli import main
 from ltm.cli.commands import command_line
-from ltm.compression.compress import mixed
+from ltm.compression.compress import Bisection, mixed
 from ltm.compression.settings import CompressSettings
 from ltm.data.shapes import ShapesClassification
 from ltm.data.transforms import image_spec
@@ -336,21 +336,21 @@ BAD = {
     "unknown method": (["--method", "tomee"], "method tomee is not known"),
     "unknown peer": (["--compare", "tome,tofuu"], "method tofuu is not known"),
     "impossible ratio": (["--ratio", "1.5"], "ratio: got 1.5"),
-    "no images": (["--images", "0"], "--images is 0: it must be at least 1"),
-    "fewer than no images": (["--images", "-2"], "--images is -2: it must be at least 1"),
+    "no images": (["--images", "0"], "images is 0, but must be at least 1"),
+    "fewer than no images": (["--images", "-2"], "images is -2, but must be at least 1"),
     "fewer than none set aside": (
         ["--calibration-images", "-1"],
-        "--calibration-images is -1: it must be at least 0",
+        "calibration_images is -1, but must be at least 0",
     ),
     "fewer than none measured": (
         ["--bottleneck-images", "-1"],
-        "--bottleneck-images is -1: it must be at least 0",
+        "bottleneck_images is -1, but must be at least 0",
     ),
     "patches cut off": (
         ["--image-size", "50"],
         "--image-size is 50: it must be a multiple of 4, the side of this network's patches",
     ),
-    "no size": (["--image-size", "-5"], "--image-size is -5: it must be at least 1"),
+    "no size": (["--image-size", "-5"], "image_size is -5, but must be at least 1"),
     "what cannot merge": (
         ["--model", "convnext_tiny", "--model-args", "drop_rate=0.0"],
         "ConvNeXt has no block that can merge tokens",
@@ -489,3 +489,21 @@ def test_the_command_line_repeats_the_run() -> None:
     assert command_line("compress", ModelSource(), settings, data="my data", output=None) == (
         "ltm compress --data 'my data' --compare tome tofu --no-time"
     )
+
+
+@pytest.mark.parametrize(
+    ("losing_below", "tried"),
+    [
+        (0.6, [0.7, 0.55, 0.62, 0.59]),
+        (0.0, [0.7, 0.55, 0.48, 0.44]),
+        (1.0, [0.7, 0.85, 0.92, 0.96]),
+    ],
+)
+def test_ratios_are_halved_towards_the_smallest_within_the_loss(
+    losing_below: float, tried: list[float]
+) -> None:
+    search, found = Bisection(0.5), []
+    while (ratio := search.ratio) is not None:
+        found.append(ratio)
+        search.learn(0.5 if ratio >= losing_below else 0.6)
+    assert found == pytest.approx(tried, abs=0.011)

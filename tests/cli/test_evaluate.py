@@ -197,10 +197,10 @@ def unclassed(folder: Path, tmp_path: Path) -> list[str]:
         (["--methods", "tomee"], "method tomee is not known"),
         (["--ratio", "0.1", "--methods", "tome"], "cannot go below"),
         (["--device", "abacus"], "device is abacus: auto, cpu, cuda or cuda:N is needed"),
-        (["--images", "0"], "--images is 0: it must be at least 1"),
-        (["--images", "-3"], "--images is -3: it must be at least 1"),
+        (["--images", "0"], "images is 0, but must be at least 1"),
+        (["--images", "-3"], "images is -3, but must be at least 1"),
         (["--image-size", "8"], "--image-size is 8: it must be a multiple of 16"),
-        (["--image-size", "0"], "--image-size is 0: it must be at least 1"),
+        (["--image-size", "0"], "image_size is 0, but must be at least 1"),
         (["--model-args", "depth=2"], "do not fit test_vit: "),
     ],
 )

@@ -89,7 +89,7 @@ BAD = {
     "far target": (["{place}/images/0.png"], ["--targets", "9,9"], "outside the image"),
     "wrong number": (["{place}/images"], ["--targets", "1,1", "2,2"], "give one or all"),
     "wrong site": (["{place}/images"], ["--sites", "7"], "blocks that merge: 1, 2"),
-    "no limit": (["{place}/images"], ["--limit", "0"], "--limit is 0: it must be at least 1"),
+    "no limit": (["{place}/images"], ["--limit", "0"], "limit is 0, but must be at least 1"),
     "two methods": ([], ["--method", "tome"], "a saved run merges already; leave --method out"),
 }
 
@@ -122,7 +122,7 @@ def test_the_last_block_of_all_is_drawn_only_where_nothing_else_merges() -> None
     ("model", "sentence"),
     [
         ("convnext_tiny", "model: ConvNeXt has no block that can merge tokens"),
-        ("swinv2_tiny_window8_256", "model: SwinTransformerV2 has no block that can merge tokens"),
+        ("coat_tiny", "model: CoaT has no block that can merge tokens"),
         ("vit_tinny", "model vit_tinny is not known to timm; did you mean vit_tiny_patch16_224"),
         ("vit_tiny_patch16_224", "has no weights yet: give --pretrained or --weights FILE"),
     ],

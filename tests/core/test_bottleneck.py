@@ -159,7 +159,7 @@ def test_the_public_name_is_this_function() -> None:
     ("change", "message"),
     [
         ({"beta": -2.0}, r"beta is -2\.0: a positive"),
-        ({"num_classes": 0}, "num_classes is 0: at least 1"),
+        ({"num_classes": 0}, "num_classes is 0, but must be at least 1"),
         ({"num_classes": 2}, "labels range from 0 to 2: with 2 classes they must lie in 0 to 1"),
         ({"labels": torch.tensor([0, -1, 1])}, "labels range from -1 to 1"),
         ({"labels": torch.zeros(3)}, "labels are of type torch.float32: whole numbers"),

@@ -16,6 +16,7 @@ from ltm.deployment.hub import load_from_hub, prepare_folder, push_to_hub
 CLASSES = ("cat", "dog", "bird")
 # Counts need no search for a budget.
 TOME = ltm.ToMe(counts=(12, 9), sites=(4, 8))
+MATCHED = ltm.LTM(counts=(12, 9), sites=(4, 8))
 LEARNED = ltm.LTM(counts=(12, 9), sites=(4, 8), support=ltm.Learned())
 
 
@@ -28,7 +29,7 @@ def converted(config: ltm.LTM | ltm.ToMe) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("config", "strict"),
-    [(TOME, True), (LEARNED, False)],
+    [(TOME, True), (MATCHED, True), (LEARNED, False)],
 )
 def test_timm_loads_the_network_and_ltm_loads_it_merging(
     config: ltm.LTM | ltm.ToMe, strict: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -51,6 +52,17 @@ def test_timm_loads_the_network_and_ltm_loads_it_merging(
         assert torch.equal(host.eval()(images), model(images))
     known = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
     assert not {"url", "hf_hub_id"} & set(known), "loaders would follow them to other weights"
+
+
+@torch.no_grad()
+def test_transformers_loads_the_network(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, images = converted(MATCHED), torch.randn(2, 3, 64, 64)
+    folder = ltm.save(model, tmp_path, class_names=CLASSES)
+    host = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+    ltm.unmerge_tokens_(model)
+    assert torch.equal(host(images).logits, model(images))
+    assert host.config.id2label == dict(enumerate(CLASSES))
 
 
 def test_the_card_says_what_is_known_and_is_kept(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_predictions_keep_the_order_and_report_what_cannot_be_read(folder: Path)
     assert found[5].error == "Is a directory"
     assert model.batches == [2, 1, 1]
     assert list(stream([], model)) == []
-    with pytest.raises(ValueError, match="at least 1 is needed"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         list(stream([], model, batch_size=0))
 
 

@@ -194,10 +194,10 @@ def test_what_cannot_be_is_refused() -> None:
         MaskRCNN(pyramid, 3)
     with pytest.raises(ValueError, match="width: got 40"):
         MaskRCNN(build_pyramid("efficientvit_m0", image_size=(64, 64)), 3, width=40)
-    with pytest.raises(ValueError, match="num_classes: got 0"):
+    with pytest.raises(ValueError, match="num_classes is 0, but must be at least 1"):
         SSDLite(pyramid, 0)
     images, targets = batch()
     with pytest.raises(ValueError, match="needs two to train"):
         SSDLite(pyramid, 3).train()(images[:1], targets[:1])
-    with pytest.raises(ValueError, match="num_classes: got 0"):
+    with pytest.raises(ValueError, match="num_classes is 0, but must be at least 1"):
         MaskRCNNConfig(backbone="mobilevit_xxs", num_classes=0, image_size=(64, 64)).build()

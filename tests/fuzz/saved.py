@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import timm
 import torch
 
@@ -50,6 +51,18 @@ def _make_detector(folder: Path) -> Path:
     )
     labels = {"class_names": ["cat", "dog"], "category_ids": [17, 18]}
     return save_detector(config.build(), config, folder, **labels) / "config.json"
+
+
+def _make_transformers(folder: Path) -> Path:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.ViTConfig(
+        **sizes, intermediate_size=32, image_size=32, patch_size=8, num_labels=3
+    )
+    model = transformers.ViTForImageClassification(config).eval()
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.7), 32)
+    return ltm.save(model, folder) / "config.json"
 
 
 def _make_manifest(folder: Path) -> Path:
@@ -118,6 +131,19 @@ SAVED = (
         make=lambda folder: _beside("model.safetensors", _make_detector(folder)),
         read=lambda path: load_detector(path.parent, verify=False),
         share=0.25,
+    ),
+    Format(
+        name="transformers",
+        make=_make_transformers,
+        read=_read_edited,
+        mutate=mutate_json,
+        share=0.5,
+    ),
+    Format(
+        name="transformers-weights",
+        make=lambda folder: _beside("model.safetensors", _make_transformers(folder)),
+        read=_read_edited,
+        share=0.5,
     ),
     Format(name="manifest", make=_make_manifest, read=_read_manifest, mutate=mutate_json),
     Format(

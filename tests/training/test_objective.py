@@ -127,6 +127,22 @@ def test_distillation_comes_from_the_same_network_without_merging() -> None:
     assert warm.total.equal(warm.cross_entropy)
 
 
+def test_a_teacher_is_the_network_before_training_and_needs_no_labels() -> None:
+    model, (images, labels) = build(ltm.LTM(per_block=0.5, sites=(1, 2))), batches()[0]
+    objective = Objective(model.eval(), ObjectiveSettings(teacher="self"))
+    with torch.no_grad(), merging_off(model):
+        teacher = model(images)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)  # the teacher stays
+    losses = objective(model, images, labels)
+    log_p, log_q = losses.logits.log_softmax(-1), teacher.log_softmax(-1)
+    divergence = (log_q.exp() * (log_q - log_p)).sum(dim=1).mean()
+    assert losses.total.item() == pytest.approx(divergence.item(), rel=1e-4)
+    assert divergence.item() > 0
+    assert objective(model, images, 2 - labels).total.equal(losses.total)
+
+
 @pytest.mark.slow
 def test_ltmp_adds_its_budget() -> None:
     model = build(ltm.LTMP(ratio=0.8, budget_weight=3.0))

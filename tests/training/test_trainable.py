@@ -45,6 +45,15 @@ def mobilevit() -> nn.Module:
     return model
 
 
+def test_normalisation_layers_train_alone_where_mask_modules_have_nothing_to_learn() -> None:
+    model = vit(ltm.LTM(per_block=0.8, weights="uniform"))
+    chosen = chosen_parameters(model, TuneSettings(trainable="norms"))
+    norms = {name for name, _ in model.named_parameters() if "norm" in name}
+    assert chosen == norms
+    assert "blocks.0.norm1.weight" in norms
+    assert "norm.bias" in norms
+
+
 def test_only_mask_modules_move_and_running_statistics_stay() -> None:
     model = mobilevit()
     choose_trainable_(model, TuneSettings(trainable="mergers"))

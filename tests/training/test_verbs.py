@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import timm
+import torch
+from PIL import Image
 
 import ltm
 from ltm.api import conversion_of
-from ltm.training.recipes import SCRATCH
+from ltm.models import changed
+from ltm.training.classification import Classification
+from ltm.training.recipes import FINETUNE, SCRATCH
 from ltm.training.settings import with_options
 
 DATA = "shapes:classes=3,size=32,images=24,val_images=9"
@@ -50,3 +54,30 @@ def test_options_are_those_of_the_command() -> None:
         with_options(base, {"epochz": 3})
     with pytest.raises(ValueError, match="no recipe is named shapes"):
         ltm.train(settings="shapes")
+
+
+def test_numbered_folders_keep_the_head_and_random_weights_are_named(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (32, 32))
+    for split in ("train", "val"):
+        for name in ("0000", "0001"):
+            (folder := tmp_path / "data" / split / name).mkdir(parents=True)
+            picture.save(folder / "a.png")
+    vit = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2}
+    weights = timm.create_model("vit_tiny_patch16_224", num_classes=5, **vit).state_dict()
+    torch.save(weights, tmp_path / "five.pt")
+
+    def told(**model: object) -> str:
+        values = {"model_args": tuple(f"{k}={v}" for k, v in vit.items()), **model}
+        data = {"source": str(tmp_path / "data"), "image_size": 32}
+        task = Classification(changed(FINETUNE["general"], {"model": values, "data": data}))
+        task.open_data()
+        return "\n".join(task.describe(task.build(said.append)))
+
+    said: list[str] = []
+    kept = told(weights=str(tmp_path / "five.pt"))
+    assert "the head is kept: folders are numbered, and name 2 of its 5 classes" in kept
+    assert "random weights" not in kept
+    assert "the head is new, for 2 classes" in told(
+        weights=str(tmp_path / "five.pt"), num_classes=2
+    )
+    assert "warning: the network has random weights" in told()

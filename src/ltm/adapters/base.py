@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ltm.adapters.blocks import TokenState
+from ltm.adapters.blocks import Tokens, TokenState
 from ltm.core.cost import meta_images, run_on_meta
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
@@ -76,6 +76,21 @@ class Conversion:
     macs_before: int
     macs_after: int
     frozen: bool = False
+
+    @property
+    def sizes(self) -> Tensor | None:
+        """Patches that each token of the last forward stands for, prefix included.
+
+        `b t`, or `1 t` where all images are alike; None where nothing was merged.
+        """
+        return self.leaving().size
+
+    def leaving(self, features: Tensor | None = None) -> Tokens:
+        """What is known about these features, or about those of the last forward."""
+        known = None if features is None else self.state.recall(features)
+        if known is not None or not self.sites:
+            return known or Tokens()
+        return self.state.left_by(self.sites[-1].depth - 1)
 
 
 class Adapter(ABC):

@@ -81,6 +81,8 @@ class Frame:
     """One forward pass: what its blocks leave for those after them."""
 
     patches: Grid | None = None
+    size: Tensor | None = None
+    """Of the tokens that enter the first block: zeros are padding. None: all are ones."""
     labels: Tensor | None = None
     tokens: dict[int, Tokens] = field(default_factory=dict)
     """What is known about the tokens that enter each block."""
@@ -118,6 +120,8 @@ class TokenState:
         self._known = WeakTensorKeyDictionary()
         self._announced: Tensor | None = None
         """The labels that graphs see."""
+        self.has_warned = False
+        """Whether somebody was told that the network gives fewer tokens."""
         self.merging = True
         """Whether blocks merge at all; one switch for all threads, as autograd has its own."""
 
@@ -165,11 +169,12 @@ class TokenState:
     def fresh(self, grid: Grid | None = None) -> Tokens:
         """Patches that nothing has merged yet."""
         if torch.compiler.is_compiling():
-            return Tokens(labels=self._announced, patches=self._traced.patches, grid=grid)
+            frame = self._traced
+            return Tokens(labels=self._announced, patches=frame.patches, size=frame.size, grid=grid)
         frame, labels = self._latest, self._latest.labels
         if _backward() == -1:
             frame, labels = self._thread.frame, self._thread.labels
-        return Tokens(labels=labels, patches=frame.patches, grid=grid)
+        return Tokens(labels=labels, patches=frame.patches, size=frame.size, grid=grid)
 
     def enter(self, index: int, x: Tensor, *, starts: bool) -> Tokens:
         """What is known about the tokens that enter a block; `starts`: they are patches."""
@@ -185,7 +190,9 @@ class TokenState:
             # the frame of graphs.
             frame, left = self._thread.frame, self._traced.tokens.get(index)
             known = None if starts else frame.tokens.get(index) or left
-            tokens = known or Tokens(labels=self._thread.labels, patches=frame.patches)
+            tokens = known or Tokens(
+                labels=self._thread.labels, patches=frame.patches, size=frame.size
+            )
             if torch.is_grad_enabled():
                 self.remember(x, tokens)
         else:
@@ -381,6 +388,19 @@ class MergingMixin(nn.Module):
                 Record(slot.index, merger, hints, decision, merged, tokens.size, tokens.merges)
             )
         return merged, tokens, None if decision is None else decision.merge
+
+
+class SizedMixin(MergingMixin):
+    """A block whose attention takes the sizes of tokens as a mask."""
+
+    class_token: bool
+    """Whether the first token is one; there may be registers without it."""
+
+    def sizes(self, tokens: Tokens, mask: Tensor | None, is_causal: bool) -> Tensor | None:
+        """What the attention has to know of the sizes; masks are for tokens that are whole."""
+        if (mask is not None or is_causal) and tokens.merges:
+            raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
+        return tokens.size if self.slot.proportional else None
 
 
 def make_slots(

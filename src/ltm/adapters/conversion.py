@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -12,7 +14,7 @@ from torch import nn
 
 from ltm.adapters.base import Conversion, adapter_of, select_adapter
 from ltm.adapters.blocks import TokenState, become_
-from ltm.adapters.planning import Planner, require_macs
+from ltm.adapters.planning import OutOfReachError, Planner, require_macs
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.core.patches import embed_by_convolution_
 from ltm.methods.base import Merger, MethodConfig
@@ -32,7 +34,22 @@ def convert_(
     `schedule` says where and how much to merge where that is known: a plan that was saved.
     """
     adapter = select_adapter(model)
-    plan = Planner(model, adapter, schedule or config, image_size).plan()
+    planner = Planner(model, adapter, schedule or config, image_size)
+    try:
+        plan = planner.plan()
+    except OutOfReachError as error:
+        if schedule is not None or not config.by_default:
+            raise
+        config = config.with_amount(ratio=math.ceil(50 * (1 + error.floor)) / 100)
+        warnings.warn(
+            f"ratio: {config.name} on this network cannot go below {error.floor:.3f} of its MACs, "
+            f"so that the default of 0.7 is out of reach; it is {config.ratio} here.",
+            stacklevel=3,
+        )
+        plan = planner.with_config(config).plan()
+    left_out = config.left_out(plan.sites)
+    if left_out:
+        warnings.warn(left_out, stacklevel=3)
     state = TokenState()
     adapter.convert_(model, config, plan.sites, state)
     conversion = Conversion(

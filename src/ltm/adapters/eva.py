@@ -16,7 +16,7 @@ from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
 from torch import Tensor, nn
 
 from ltm.adapters.base import register
-from ltm.adapters.blocks import MergingMixin, Tokens
+from ltm.adapters.blocks import SizedMixin, Tokens
 from ltm.adapters.sequences import MergingSequenceModel, SequenceAdapter
 from ltm.core.attention import attend, hints_of
 
@@ -61,11 +61,10 @@ ANGLES: dict[str, Callable[[Tensor, Tokens, int], Tensor]] = {
 """Where a merged token can stand."""
 
 
-class RotaryMixin(MergingMixin):
+class RotaryMixin(SizedMixin):
     """A block whose attention turns queries and keys by the places of their tokens."""
 
     attn: Any
-    class_token: bool
     needs_positions: ClassVar[bool] = True
     angles: ClassVar[str] = "kept"
     """One of `ANGLES`."""
@@ -80,9 +79,8 @@ class RotaryMixin(MergingMixin):
         self, x: Tensor, rope: Tensor | None, tokens: Tokens, **masks: Any
     ) -> tuple[Tensor, Tensor | None]:
         """What the attention gives, and the angles that it used."""
-        if any(x is not None and x is not False for x in masks.values()) and tokens.merges:
-            raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
-        rope, size = self.turned(rope, tokens), tokens.size if self.slot.proportional else None
+        size = self.sizes(tokens, masks["attn_mask"], masks["is_causal"])
+        rope = self.turned(rope, tokens)
         options = {"mask": masks["attn_mask"], "is_causal": masks["is_causal"], "rope": rope}
         return attend(self.attn, x, size, self.slot.counting, **options), rope
 

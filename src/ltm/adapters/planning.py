@@ -41,6 +41,17 @@ Counts = Mapping[int, Count]
 """Tokens after each site, by block."""
 
 
+class OutOfReachError(ValueError):
+    """A network cannot do with so little."""
+
+    def __init__(self, config: MethodConfig, floor: float) -> None:
+        super().__init__(
+            f"ratio: got {config.ratio}; {config.name} on this network cannot go below "
+            f"{floor:.3f} of its MACs."
+        )
+        self.floor = floor
+
+
 @dataclass(frozen=True)
 class Plan:
     """Sites and what they cost."""
@@ -216,10 +227,7 @@ class Planner:
         fit = fit_budget(self._at_strength, self.cost, budget, tolerance=close)
         if fit is None:
             floor = self.cost(self._at_strength(1.0)) / self.macs_before
-            raise ValueError(
-                f"ratio: got {ratio}; {self.config.name} on this network cannot go below "
-                f"{floor:.3f} of its MACs."
-            )
+            raise OutOfReachError(self.config, floor)
         return self._relaxed(fit.counts, fit.cost, budget) if self.keeps_grid else fit.counts
 
     def _at_strength(self, strength: float) -> Counts:
@@ -401,7 +409,7 @@ class _MacCounter:
             if isinstance(out, Tensor):
                 left = Tokens() if slot is None else state.left_by(slot.index)
                 new = left.merges[len(merges) :]
-                added = Tokens(size=left.size, merges=new, positions=left.positions)
+                added = dataclasses.replace(left, merges=new, carry=None, labels=None)
                 macs = (self._counter.get_total_flops() - before) // 2
                 self._counted[key] = _Counted(macs, tuple(out.shape), added)
             return out
@@ -420,7 +428,8 @@ class _MacCounter:
 
 def _shapes(given: tuple[Any, ...]) -> tuple[object, ...] | None:
     """The shapes of what a module is given; None if that is more than tensors and switches."""
-    if not isinstance(given[0], Tensor) or not all(isinstance(x, _COUNTED) for x in given):
+    tensors = given and isinstance(given[0], Tensor)
+    if not tensors or not all(isinstance(x, _COUNTED) for x in given):
         return None
     return tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -21,9 +22,9 @@ from ltm.adapters.blocks import (
     require_sizes,
     revert_block_,
 )
-from ltm.adapters.conversion import Resizable
+from ltm.adapters.conversion import ATTRIBUTE, Resizable
 from ltm.core.attention import size_bias
-from ltm.core.merge import restore_through
+from ltm.core.merge import pool_by_size, restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
 
@@ -34,7 +35,8 @@ class MergingSequenceModel(Resizable):
     def _last_slot(self) -> Slot:
         return cast("Any", self).blocks[-1].slot
 
-    def _patches(self, images: Tensor) -> Grid:
+    def _patches(self, images: Any) -> Grid | None:
+        """The grid of patches; None where each image has its own."""
         return cast("Any", self).patch_embed.dynamic_feat_size(images.shape[-2:])
 
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
@@ -42,28 +44,57 @@ class MergingSequenceModel(Resizable):
         slot = self._last_slot()
         slot.state.open(self._patches(x))
         features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
-        slot.state.remember(features, slot.state.left_by(slot.index))
+        tokens = slot.state.left_by(slot.index)
+        slot.state.remember(features, tokens)
+        self._warn_of_fewer(tokens)
         return features
 
+    def _warn_of_fewer(self, tokens: Tokens) -> None:
+        """Say once that a network without a pool gives fewer tokens than before."""
+        host, done = cast("Any", self), getattr(self, ATTRIBUTE, None)
+        pools = host.global_pool or getattr(host, "attn_pool", None) is not None
+        if pools or not tokens.merges or done is None or torch.compiler.is_compiling():
+            return
+        if done.config.num_tokens is None and not done.state.has_warned:
+            done.state.has_warned = True
+            warnings.warn(
+                "This network gives merged tokens, which stand for different numbers of patches: "
+                "ltm.pool_tokens(model, features) is their mean, ltm.restore_tokens(model, "
+                "features) has all patches, and model.token_merging.sizes says how many each is.",
+                stacklevel=3,
+            )
+
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+        """Timm's own where nothing was merged."""
+        pooled = self._pooled(x, pool_type)
+        if pooled is None:
+            return super().pool(x, pool_type)  # pyright: ignore[reportAttributeAccessIssue]
+        return pooled
+
+    def _pooled(self, x: Tensor, pool_type: str | None = None) -> Tensor | None:
         """Averages and attention weigh tokens by the patches they stand for.
 
-        Max pooling ignores padding.
+        Max pooling ignores padding. None where sizes do not matter.
         """
-        host, slot = cast("Any", self), self._last_slot()
+        host, size = cast("Any", self), self._sizes(x)
         kind = host.global_pool if pool_type is None else pool_type
         by_attention = host.attn_pool is not None
-        tokens: Tokens = slot.state.recall(x) or slot.state.left_by(slot.index)
-        size = tokens.size
         pools = by_attention or kind in ("avg", "avgmax", "max")
-        if not pools or size is None or size.shape[1] != x.shape[1]:
-            return super().pool(x, pool_type)  # pyright: ignore[reportAttributeAccessIssue]
+        if not pools or size is None:
+            return None
         require_sizes(size, x)
         k = self._num_unpooled()
         x, size = x[:, k:], size[:, k:]
         if by_attention:
             return host.attn_pool(x, attn_mask=size_bias(size, x.dtype))
         return pool_by_size(x, size, kind)
+
+    def _sizes(self, x: Tensor) -> Tensor | None:
+        """Of these features, prefix included; None where nothing was merged."""
+        slot = self._last_slot()
+        tokens: Tokens = slot.state.recall(x) or slot.state.left_by(slot.index)
+        size = tokens.size if tokens.merges else None
+        return None if size is None or size.shape[1] != x.shape[1] else size
 
     def _num_unpooled(self) -> int:
         """How many of the leading tokens the pool leaves out."""
@@ -87,7 +118,14 @@ class MergingSequenceModel(Resizable):
         grid = self._patches(x)
         self._last_slot().state.open(grid)
         out = super().forward_intermediates(  # pyright: ignore[reportAttributeAccessIssue]
-            x, indices, return_prefix_tokens, norm, stop_early, "NLC", *args, **options
+            x,
+            indices,
+            return_prefix_tokens,
+            norm,
+            stop_early,
+            output_fmt if grid is None else "NLC",
+            *args,
+            **options,
         )
         taken, _ = feature_take_indices(len(host.blocks), indices)
 
@@ -96,7 +134,9 @@ class MergingSequenceModel(Resizable):
             tokens: Tokens = slot.state.left_by(block)
             k = host.num_prefix_tokens
             y = restore_through(tokens.merges, nn.functional.pad(y, (0, 0, k, 0)))[:, k:]
-            return y.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous() if as_map else y
+            if grid is None or not as_map:
+                return y
+            return y.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous()
 
         def restore_all(features: list[Any]) -> list[Any]:
             return [
@@ -110,14 +150,18 @@ class MergingSequenceModel(Resizable):
         return restore_all(out) if isinstance(out, list) else (out[0], restore_all(out[1]))
 
 
-def pool_by_size(x: Tensor, size: Tensor, kind: str) -> Tensor:
-    """The mean token, the largest value of each channel ("max"), or half of both ("avgmax")."""
-    size = size[..., None]
-    largest = x.masked_fill(size <= 0, -torch.inf).amax(dim=1) if "max" in kind else None
-    if kind == "max":
-        return cast("Tensor", largest)
-    mean = (x * (size / size.sum(dim=1, keepdim=True)).to(x.dtype)).sum(dim=1)
-    return mean if largest is None else 0.5 * (mean + largest)
+class MergingHeadModel(MergingSequenceModel):
+    """A converted network that pools inside its head."""
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Timm's own; an average weighs tokens by size, and is the only patch token it gets."""
+        host, size = cast("Any", self), self._sizes(x)
+        if host.global_pool == "avg" and size is not None:
+            require_sizes(size, x)
+            k = host.num_prefix_tokens
+            mean = pool_by_size(x[:, k:], size[:, k:], "avg")
+            x = torch.cat([x[:, :k], mean[:, None]], dim=1)
+        return super().forward_head(x, pre_logits)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SequenceAdapter(Adapter):
@@ -134,9 +178,21 @@ class SequenceAdapter(Adapter):
         """The network itself, also inside timm's feature extractor or another module."""
         return next(module for module in model.modules() if isinstance(module, self.hosts))
 
+    def embedding(self, host: Any) -> Any:
+        """The layer that turns images into tokens."""
+        return host.patch_embed
+
+    def has_class_token(self, host: Any) -> bool:
+        """Whether the first token of the sequence is one."""
+        return host.cls_token is not None
+
+    def attentions(self, block: Any) -> tuple[nn.Module, ...]:
+        """The layers of attention of a block, where they are layers of their own."""
+        return (block.attn,)
+
     def projections(self, block: Any) -> tuple[nn.Module, ...]:
         """The layers of a block whose outputs tell queries and keys."""
-        return (block.attn.qkv,)
+        return tuple(cast("Any", attention).qkv for attention in self.attentions(block))
 
     def refusal(self, model: nn.Module) -> str | None:
         network = self.network(model)
@@ -147,10 +203,12 @@ class SequenceAdapter(Adapter):
         for block in network.blocks:
             if type(block) not in (*self.merging, *self.merging.values()):
                 known = " and ".join(kind.__name__ for kind in self.merging)
-                return f"its blocks are {type(block).__name__}, and only plain {known} is known."
-            if type(block.attn) not in self.attention:
-                known = " and ".join(kind.__name__ for kind in self.attention)
-                return f"its attention is {type(block.attn).__name__}, and only {known} is known."
+                return f"its blocks are {type(block).__name__}, and only {known} is known."
+            for attention in self.attentions(block):
+                if type(attention) not in self.attention:
+                    kind = type(attention).__name__
+                    known = " and ".join(kind.__name__ for kind in self.attention)
+                    return f"its attention is {kind}, and only {known} is known."
         pool = getattr(network, "attn_pool", None)
         if pool is not None and (
             type(pool) is not AttentionPoolLatent or pool.pos_embed is not None
@@ -160,7 +218,7 @@ class SequenceAdapter(Adapter):
 
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
         host = self.network(model)
-        height, width = host.patch_embed.dynamic_feat_size(image_size)
+        height, width = self.embedding(host).dynamic_feat_size(image_size)
         paths = {module: name for name, module in model.named_modules()}
         blocks = tuple(Block(paths[block], block, host.embed_dim, stage=0) for block in host.blocks)
         run = Run(height * width, (height, width), tuple(range(len(blocks))))
@@ -176,7 +234,7 @@ class SequenceAdapter(Adapter):
             slot.opens = False  # The network opens the forward: it knows the shape of the image.
             merging = self.merging[type(block)]
             convert_block_(block, config, slot, merging, *self.projections(block))
-            block.class_token = host.cls_token is not None
+            block.class_token = self.has_class_token(host)
         become_(host, self.models[type(host)])
 
     def units(self, model: nn.Module) -> list[nn.Module]:

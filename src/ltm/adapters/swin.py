@@ -5,7 +5,8 @@ Methods that keep no grid merge inside every window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -152,8 +153,8 @@ class WindowMerge(Merge):
         return self.inner.sizes(inside.repeat(repeats, 1)).reshape(-1, self.num_out)
 
 
-class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
-    """A Swin block that merges its attention output."""
+class WindowedMixin(MergingMixin):
+    """A block of windows that merges its attention output."""
 
     attn: Any
     window: Grid
@@ -167,13 +168,31 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         super().__setstate__(state)
         _resume_windows_(self)  # A copy merges, also one that is made while merging is off.
 
+    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """The first half, up to its residual; `attend` is attention in windows."""
+        raise NotImplementedError
+
+    def transformed(self, z: Tensor) -> Tensor:
+        """The second half, with its residual."""
+        raise NotImplementedError
+
+    def host_attention(self, x: Tensor) -> Tensor:
+        """The host's own attention in windows."""
+        return cast("Any", self)._attn(x)  # noqa: SLF001
+
+    def window_hints(
+        self, qkv: Tensor, real: Tensor | None, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """What a merger needs to know of each window."""
+        return attention_hints(self.attn, qkv, real, needs, class_token=False)
+
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.entering(x)
         grid = (x.shape[1], x.shape[2])
         windows = Windows(grid, self.window, self.shift, shift_first=self.whole)
-        z = x + self.drop_path1(self.attend(self.norm1(x), tokens, windows))
+        z = x + self.attended(x, lambda y: self.attend(y, tokens, windows))
         merged, tokens, merge = self.merge(z.flatten(1, 2), tokens, grid=grid, windows=windows)
-        out = merged + self.drop_path2(self.mlp(self.norm2(merged)))
+        out = self.transformed(merged)
         if merge is not None and not self.keeps_grid:
             out = merge.restore(out)
         elif merge is not None and tokens.grid is not None:
@@ -185,7 +204,7 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
     def attend(self, x: Tensor, tokens: Tokens, windows: Windows) -> Tensor:
         """Window attention; the host's own wherever nothing was merged."""
         if self.whole:
-            return self._attn(x)
+            return self.host_attention(x)
         size = tokens.size if self.slot.proportional else None
         return windows.join(self.attn(windows.cut(x), mask=windows.mask(size, x)))
 
@@ -200,7 +219,7 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         found: dict[str, Any] = {}
         if merger.needs:
             qkv = self.slot.state.take_projected(self.slot.index)
-            found = attention_hints(self.attn, qkv, real, merger.needs, class_token=False)
+            found = self.window_hints(qkv, real, merger.needs)
         labels = hints.labels
         if labels is not None:
             labels = labels.repeat_interleave(inside.shape[0] // z.shape[0])
@@ -209,25 +228,30 @@ class MergingSwinBlock(MergingMixin, SwinTransformerBlock):
         return Decision(merge=WindowMerge(inner=inner.merge, windows=windows))
 
 
+class MergingSwinBlock(WindowedMixin, SwinTransformerBlock):
+    """A block of Swin."""
+
+    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.drop_path1(attend(self.norm1(x)))
+
+    def transformed(self, z: Tensor) -> Tensor:
+        return z + self.drop_path2(self.mlp(self.norm2(z)))
+
+
 class MergingSwin(MergingGridModel, SwinTransformer):
     """A converted `SwinTransformer`."""
 
 
-@register
-class SwinAdapter(GridAdapter):
-    """timm's `SwinTransformer`, whole or as a feature extractor."""
+class WindowAdapter(GridAdapter):
+    """A family of networks with shifted windows, whole or as feature extractors."""
 
-    family: ClassVar[str] = "swin"
-    hosts: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformerBlock,)
-    covers: ClassVar[str] = "Swin (timm SwinTransformer)"
-    models: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {SwinTransformer: MergingSwin}
-    merging: ClassVar[type[nn.Module]] = MergingSwinBlock
+    @abstractmethod
+    def fitted(self, window: Grid, host: Grid) -> dict[str, Any]:
+        """What the attention of a block holds for windows that are smaller than the host's."""
 
     def refusal(self, model: nn.Module) -> str | None:
-        other = {type(block) for block in self.units(model)} - {
-            SwinTransformerBlock,
-            MergingSwinBlock,
-        }
+        known = {*self.hosts, self.merging}
+        other = {type(block) for block in self.units(model)} - known
         names = ", ".join(sorted(kind.__name__ for kind in other))
         return f"its blocks are {names}, a variant that is not known here." if other else None
 
@@ -252,22 +276,50 @@ class SwinAdapter(GridAdapter):
         slots = make_slots(config, sites, state, starts_of([b.dim for b in units], config))
         grids = _merged_grids(units, slots) if config.keeps_grid() else [None] * len(units)
         for block, slot, grid in zip(units, slots, grids, strict=True):
-            _convert_block_(block, config, slot, grid)
+            self._convert_block_(block, config, slot, grid)
+
+    def _convert_block_(
+        self, block: Any, config: MethodConfig, slot: Slot, grid: Grid | None
+    ) -> None:
+        window = cast("Grid", tuple(block.window_size))
+        shift = cast("Grid", tuple(block.shift_size))
+        if grid is not None and grid != _resolution(block):
+            window, shift = self._fit_window_(block, grid, slot)
+        block.window, block.shift, block.whole = window, shift, grid is None
+        convert_block_(block, config, slot, self.merging, block.attn.qkv)
+
+    def _fit_window_(self, block: Any, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
+        """As few windows as the host's would be, of even sides, so that little has to be padded.
+
+        The host's table of positions stays and is read anew.
+        """
+        host = cast("Grid", tuple(block.window_size))
+        window = (_even_side(grid[0], host[0]), _even_side(grid[1], host[1]))
+        shift = tuple(
+            0 if g <= w else min(s, w // 2)
+            for g, w, s in zip(grid, window, block.shift_size, strict=True)
+        )
+        if window != host:
+            attn = block.attn
+            fitted = self.fitted(window, host)
+            slot.original = {name: getattr(attn, name) for name in fitted}
+            _set_(attn, fitted)
+        return window, cast("Grid", shift)
 
     def revert_unit_(self, unit: Any) -> None:
         _host_windows_(unit)
         del unit.window, unit.shift, unit.whole
-        revert_block_(unit, SwinTransformerBlock, unit.attn.qkv)
+        revert_block_(unit, self.hosts[0], unit.attn.qkv)
 
     def host_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Resizing gives it other windows."""
-        if not isinstance(model, SwinTransformer):
+        if not isinstance(model, tuple(self.models)):
             return {}
         return {"window_size": list(self.units(model)[0].window_size)}
 
     @contextmanager
     def pausing(self, model: nn.Module) -> Iterator[None]:
-        merging = [block for block in self.units(model) if isinstance(block, MergingSwinBlock)]
+        merging = [block for block in self.units(model) if isinstance(block, WindowedMixin)]
         blocks = [block for block in merging if block.paused is None]
         for block in blocks:
             block.paused = _host_windows_(block)
@@ -278,9 +330,22 @@ class SwinAdapter(GridAdapter):
                 _resume_windows_(block)
 
 
-def _merged_grids(
-    blocks: Sequence[SwinTransformerBlock], slots: Sequence[Slot]
-) -> list[Grid | None]:
+@register
+class SwinAdapter(WindowAdapter):
+    """timm's `SwinTransformer`."""
+
+    family: ClassVar[str] = "swin"
+    hosts: ClassVar[tuple[type[nn.Module], ...]] = (SwinTransformerBlock,)
+    covers: ClassVar[str] = "Swin (timm SwinTransformer)"
+    models: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {SwinTransformer: MergingSwin}
+    merging: ClassVar[type[nn.Module]] = MergingSwinBlock
+
+    def fitted(self, window: Grid, host: Grid) -> dict[str, Any]:
+        index = relative_index(window, host)
+        return {"window_area": window[0] * window[1], "relative_position_index": index}
+
+
+def _merged_grids(blocks: Sequence[Any], slots: Sequence[Slot]) -> list[Grid | None]:
     """The map that enters each block, after the first merge; None where it is the host's own."""
     grids: list[Grid | None] = []
     grid, width = None, blocks[0].dim
@@ -292,36 +357,16 @@ def _merged_grids(
     return grids
 
 
-def _convert_block_(block: Any, config: MethodConfig, slot: Slot, grid: Grid | None) -> None:
-    window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
-    if grid is not None and grid != tuple(block.input_resolution):
-        window, shift = _fit_window_(block, grid, slot)
-    block.window, block.shift, block.whole = window, shift, grid is None
-    convert_block_(block, config, slot, MergingSwinBlock, block.attn.qkv)
+def _resolution(block: Any) -> Grid:
+    """The map for which a block was made."""
+    found = getattr(block, "input_resolution", None) or block.feat_size
+    return cast("Grid", tuple(found))
 
 
-def _fit_window_(block: Any, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
-    """As few windows as the host's would be, of even sides, so that little has to be padded.
-
-    The bias table stays and is indexed anew.
-    """
-    host = cast("Grid", tuple(block.window_size))
-    window = (_even_side(grid[0], host[0]), _even_side(grid[1], host[1]))
-    shift = tuple(
-        0 if g <= w else min(s, w // 2)
-        for g, w, s in zip(grid, window, block.shift_size, strict=True)
-    )
-    attn = block.attn
-    if window != host:
-        slot.original = {
-            "window_area": attn.window_area,
-            "relative_position_index": attn.relative_position_index,
-        }
-        attn.window_area = window[0] * window[1]
-        attn.relative_position_index = _relative_index(window, host).to(
-            attn.relative_position_index.device
-        )
-    return window, cast("Grid", shift)
+def _set_(attn: Any, values: dict[str, Any]) -> None:
+    device = attn.qkv.weight.device
+    for name, value in values.items():
+        setattr(attn, name, value.to(device) if isinstance(value, Tensor) else value)
 
 
 def _even_side(length: int, most: int) -> int:
@@ -329,7 +374,7 @@ def _even_side(length: int, most: int) -> int:
     return -(-length // -(-length // most))
 
 
-def _relative_index(window: Grid, host: Grid) -> Tensor:
+def relative_index(window: Grid, host: Grid) -> Tensor:
     """Places in the host's table of relative positions for the pairs of a smaller window."""
     rows, columns = torch.meshgrid(*(torch.arange(side) for side in window), indexing="ij")
     rows, columns = rows.flatten(), columns.flatten()
@@ -348,24 +393,23 @@ class _Fitted:
     attention: dict[str, Any]
 
 
-def _host_windows_(block: MergingSwinBlock) -> _Fitted:
+def _host_windows_(block: WindowedMixin) -> _Fitted:
     """Use the host's own windows, and say what was in use."""
     attention = {name: getattr(block.attn, name) for name in block.slot.original}
     before = _Fitted(block.window, block.shift, block.whole, attention)
-    window, shift = cast("Grid", tuple(block.window_size)), cast("Grid", tuple(block.shift_size))
+    host = cast("Any", block)
+    window, shift = cast("Grid", tuple(host.window_size)), cast("Grid", tuple(host.shift_size))
     _set_windows_(block, _Fitted(window, shift, True, block.slot.original))
     return before
 
 
-def _resume_windows_(block: MergingSwinBlock) -> None:
+def _resume_windows_(block: WindowedMixin) -> None:
     """Go back to the windows that fit what is left after merging."""
     if block.paused is not None:
         _set_windows_(block, block.paused)
         block.paused = None
 
 
-def _set_windows_(block: MergingSwinBlock, windows: _Fitted) -> None:
+def _set_windows_(block: WindowedMixin, windows: _Fitted) -> None:
     block.window, block.shift, block.whole = windows.window, windows.shift, windows.whole
-    device = block.attn.relative_position_bias_table.device
-    for name, value in windows.attention.items():
-        setattr(block.attn, name, value.to(device) if isinstance(value, Tensor) else value)
+    _set_(block.attn, windows.attention)

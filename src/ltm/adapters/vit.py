@@ -1,45 +1,137 @@
-"""ViT, DeiT and DeiT-III: merge between attention and MLP, prefix tokens untouched."""
+"""ViT, DeiT and DeiT-III: merge between attention and MLP, prefix tokens untouched.
+
+Blocks with attention and MLP side by side merge what leaves them.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
+import torch
 from timm.layers.attention import Attention
+from timm.layers.diff_attention import DiffAttention
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import Block as HostBlock, VisionTransformer
+from timm.models.vision_transformer import (
+    Block as HostBlock,
+    DiffParallelScalingBlock,
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+    VisionTransformer,
+)
 from torch import Tensor, nn
 
 from ltm.adapters.base import register
-from ltm.adapters.blocks import MergingMixin
+from ltm.adapters.blocks import SizedMixin
 from ltm.adapters.sequences import MergingSequenceModel, SequenceAdapter
-from ltm.core.attention import attend, attention_hints
+from ltm.core.attention import attend, attention_hints, hints_of, size_bias
 
 
-class MergingBlock(MergingMixin, HostBlock):
-    """A ViT block that merges its attention output: the paper's block for regular transformers."""
+class SequentialMixin(SizedMixin):
+    """A block of two halves, attention and MLP: it merges between them."""
 
-    attn: Any
-    class_token: bool
-    """Whether the first token is one; there may be registers without it."""
+    def attended(self, x: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        """The first half up to its residual; `attend` takes a layer of attention and its input."""
+        raise NotImplementedError
+
+    def transformed(self, z: Tensor) -> Tensor:
+        """The second half, up to its residual."""
+        raise NotImplementedError
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         tokens = self.entering(x)
-        if (attn_mask is not None or is_causal) and tokens.merges:
-            raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
-        size = tokens.size if self.slot.proportional else None
-        attended = attend(
-            self.attn, self.norm1(x), size, self.slot.counting, mask=attn_mask, is_causal=is_causal
-        )
-        z = x + self.drop_path1(self.ls1(attended))
-        z, *_ = self.merge(z, tokens)
-        return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
+        size, power = self.sizes(tokens, attn_mask, is_causal), self.slot.counting
 
-    def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
-        return attention_hints(
-            self.attn, qkv, size, needs, self.slot.counting, class_token=self.class_token
-        )
+        def attend_to(layer: Any, y: Tensor) -> Tensor:
+            return attend(layer, y, size, power, mask=attn_mask, is_causal=is_causal)
+
+        z = x + self.attended(x, attend_to)
+        z, *_ = self.merge(z, tokens)
+        return z + self.transformed(z)
+
+    def layers(self) -> tuple[Any, ...]:
+        """The layers of attention, in the order of their projections."""
+        return (cast("Any", self).attn,)
+
+    def look(self, *given: Any, **context: Any) -> dict[str, Tensor]:
+        """A mean over the layers of attention, where there are several."""
+        *projected, size, needs = given
+        power, first = self.slot.counting, self.class_token
+        found = [
+            attention_hints(layer, qkv, size, needs, power, class_token=first)
+            for layer, qkv in zip(self.layers(), projected, strict=True)
+        ]
+        if len(found) == 1:
+            return found[0]
+        return {name: torch.stack([hints[name] for hints in found]).mean(0) for name in found[0]}
+
+
+class MergingBlock(SequentialMixin, HostBlock):
+    """A ViT block that merges its attention output: the paper's block for regular transformers."""
+
+    def attended(self, x: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        return self.drop_path1(self.ls1(attend(self.attn, self.norm1(x))))
+
+    def transformed(self, z: Tensor) -> Tensor:
+        return self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
+
+
+class MergingResPostBlock(SequentialMixin, ResPostBlock):
+    """A block that normalises what its halves give."""
+
+    def attended(self, x: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        return self.drop_path1(self.norm1(attend(self.attn, x)))
+
+    def transformed(self, z: Tensor) -> Tensor:
+        return self.drop_path2(self.norm2(self.mlp(z)))
+
+
+class MergingParallelThingsBlock(SequentialMixin, ParallelThingsBlock):
+    """A block of several layers of attention side by side, then several MLPs."""
+
+    def layers(self) -> tuple[Any, ...]:
+        return tuple(cast("Any", half).attn for half in self.attns)
+
+    def attended(self, x: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        halves = cast("list[Any]", list(self.attns))
+        outs = [half.drop_path(half.ls(attend(half.attn, half.norm(x)))) for half in halves]
+        return torch.stack(outs).sum(dim=0)
+
+    def transformed(self, z: Tensor) -> Tensor:
+        return torch.stack([half(z) for half in self.ffns]).sum(dim=0)
+
+
+class ParallelMixin(SizedMixin):
+    """A block with attention and MLP side by side: it merges what they give together."""
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        tokens = self.entering(x)
+        size = self.sizes(tokens, attn_mask, is_causal)
+        mask = attn_mask if size is None else size_bias(size, x.dtype, self.slot.counting)
+        z, *_ = self.merge(super().forward(x, mask, is_causal), tokens)  # pyright: ignore[reportAttributeAccessIssue]
+        return z
+
+    def look(
+        self, projected: Tensor, size: Tensor | None, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        host, power, first = cast("Any", self), self.slot.counting, self.class_token
+        _, query, key, _ = projected.split(host.in_split, dim=-1)
+        query = host.q_norm(query.unflatten(-1, (-1, host.head_dim)))
+        key = host.k_norm(key.unflatten(-1, (-1, host.head_dim)))
+        return hints_of(query, key, host.scale, size, needs, power, class_token=first)
+
+
+class MergingParallelScalingBlock(ParallelMixin, ParallelScalingBlock):
+    """A block of ViT-22B."""
+
+
+class MergingDiffParallelScalingBlock(ParallelMixin, DiffParallelScalingBlock):
+    """The same with differential attention."""
 
 
 class MergingVisionTransformer(MergingSequenceModel, VisionTransformer):
@@ -52,14 +144,31 @@ class MergingVisionTransformerDistilled(MergingSequenceModel, VisionTransformerD
 
 @register
 class ViTAdapter(SequenceAdapter):
-    """timm's `VisionTransformer` with plain pre-norm blocks."""
+    """timm's `VisionTransformer`."""
 
     family: ClassVar[str] = "vit"
     hosts: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
-    covers: ClassVar[str] = "ViT, DeiT, DeiT-III (timm VisionTransformer with plain blocks)"
+    covers: ClassVar[str] = "ViT, DeiT, DeiT-III (timm VisionTransformer)"
     models: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {
         VisionTransformer: MergingVisionTransformer,
         VisionTransformerDistilled: MergingVisionTransformerDistilled,
     }
-    merging: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {HostBlock: MergingBlock}
-    attention: ClassVar[tuple[type[nn.Module], ...]] = (Attention,)
+    merging: ClassVar[dict[type[nn.Module], type[nn.Module]]] = {
+        HostBlock: MergingBlock,
+        ResPostBlock: MergingResPostBlock,
+        ParallelThingsBlock: MergingParallelThingsBlock,
+        ParallelScalingBlock: MergingParallelScalingBlock,
+        DiffParallelScalingBlock: MergingDiffParallelScalingBlock,
+    }
+    attention: ClassVar[tuple[type[nn.Module], ...]] = (Attention, DiffAttention)
+
+    def attentions(self, block: Any) -> tuple[nn.Module, ...]:
+        if isinstance(block, ParallelThingsBlock):
+            return tuple(cast("Any", half).attn for half in block.attns)
+        return () if isinstance(block, _PARALLEL) else (block.attn,)
+
+    def projections(self, block: Any) -> tuple[nn.Module, ...]:
+        return (block.in_proj,) if isinstance(block, _PARALLEL) else super().projections(block)
+
+
+_PARALLEL = (ParallelScalingBlock, DiffParallelScalingBlock)

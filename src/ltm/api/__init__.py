@@ -23,6 +23,7 @@ from ltm.api.conversion import (
     unmerged_copy,
     watching,
 )
+from ltm.api.features import pool_tokens, restore_tokens
 from ltm.api.fitting import (
     MacShare,
     collect_statistics_,
@@ -60,8 +61,10 @@ __all__ = [
     "merging_network",
     "merging_off",
     "observe_",
+    "pool_tokens",
     "reconvert_",
     "report",
+    "restore_tokens",
     "save",
     "set_ratio_",
     "statistical_mergers",

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ltm.adapters.base import adapters, import_families
+from ltm.adapters.conversion import mergers_of
 from ltm.core.finite import require_finite
 from ltm.core.validation import check_entries, first_line
 from ltm.extras import require
@@ -147,11 +148,22 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def write_folder(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> None:
     """Write what a model has learned, and what is known about it, with checksums of both."""
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    empty = unset(model)
+    tensors = {n: value.contiguous() for n, value in model.state_dict().items() if n not in empty}
     require_own(folder)
     with results_in(folder) as aside:
         write_bytes(aside / WEIGHTS, save_tensors(tensors, metadata={"format": "pt"}))
         write_config(aside, config)
+
+
+def unset(model: nn.Module) -> set[str]:
+    """Keys of merger tensors that are as conversion makes them: class statistics never taken, say.
+
+    They are not written, so that timm takes the weights for its own network's; ltm makes them anew.
+    """
+    return {
+        f"{path}.{name}" for path, merger in mergers_of(model).items() for name in merger.unset()
+    }
 
 
 def require_own(folder: Path) -> None:

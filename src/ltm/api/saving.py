@@ -35,6 +35,7 @@ from ltm.api.folders import (
     read_tensors,
     refused,
     saved_folder,
+    unset,
     write_folder,
 )
 from ltm.core.cost import channels_of, meta_copy
@@ -228,7 +229,12 @@ def become_saved_(
 def load_exactly_(
     model: nn.Module, weights: Mapping[str, Tensor], problem: str = "", advice: str = ""
 ) -> None:
-    """Load weights that fit a model in full; the first that does not is named."""
+    """Load weights that fit a model in full; the first that does not is named.
+
+    Version 0.1.0 wrote merger tensors that were never set, too.
+    """
+    own = model.state_dict()
+    weights = {**{name: own[name] for name in unset(model)}, **weights}
     for name, wrong in sorted(misfits(model, weights).items()):
         raise ValueError(f"{problem}{name} is {wrong}{advice}")
     model.load_state_dict(weights)
@@ -238,8 +244,18 @@ def _made(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module
     """The network that a folder names, as timm or transformers makes it."""
     if is_pretrained(config):
         return make_pretrained(config, weights)
-    arguments = config.get("model_args", {})
+    arguments = host_arguments(config)
     return remember_arguments(make_host(config["architecture"], arguments, weights), arguments)
+
+
+def host_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What timm makes the network of a folder with.
+
+    The number of classes is at the root: transformers refuses it among `model_args`, where version
+    0.1.0 wrote it.
+    """
+    arguments: dict[str, Any] = config.get("model_args", {})
+    return {**arguments, "num_classes": arguments.get("num_classes", config.get("num_classes", 0))}
 
 
 def _read_merging(merging: Mapping[str, Any]) -> tuple[dict[str, Any], MethodConfig]:
@@ -280,7 +296,7 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
     """What timm needs to make the host again, and to prepare its images."""
     host: Any = model
     known = dict(getattr(host, "pretrained_cfg", None) or {})
-    arguments: dict[str, Any] = {"num_classes": int(getattr(host, "num_classes", 0) or 0)}
+    arguments: dict[str, Any] = {}
     patch_embed: Any = getattr(host, "patch_embed", None)
     if getattr(patch_embed, "img_size", None):
         arguments["img_size"] = list(patch_embed.img_size)
@@ -301,7 +317,7 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
     } | arguments
     return {
         "architecture": known.get("architecture") or type(model).__name__,
-        "num_classes": arguments["num_classes"],
+        "num_classes": int(getattr(host, "num_classes", 0) or 0),
         "model_args": arguments,
         "pretrained_cfg": _at_size(
             {k: v for k, v in image_entries(known).items() if isinstance(v, _PLAIN)},

@@ -41,6 +41,7 @@ from ltm.calibration.search import (
 from ltm.calibration.sequences import SequenceCost, SequenceSpace
 from ltm.calibration.settings import CalibrateSettings
 from ltm.core.finite import require_finite_images
+from ltm.core.validation import require_least
 from ltm.evaluation.images import MIN_IMAGES, open_images, read_images
 from ltm.evaluation.latency import interleaved
 from ltm.evaluation.modes import MODES
@@ -48,7 +49,7 @@ from ltm.evaluation.records import describe
 from ltm.files import results_in, write_metrics
 from ltm.interruption import in_steps, stop_if_asked, take_press
 from ltm.methods import DEFAULT, MethodConfig, methods
-from ltm.models import Network, Say, changed, method_config, open_model, require_least, silent
+from ltm.models import Network, Say, changed, method_config, open_model, silent
 from ltm.processes import local_device
 from ltm.progress import progress_bar
 
@@ -56,6 +57,8 @@ DEFAULTS = CalibrateSettings()
 
 _FEW_SITES = 4
 """Blocks that merge at most, unless the settings say otherwise."""
+_ADJUSTED_BELOW = 0.5
+"""Below this share the method's own settings are chosen too, unless the settings say otherwise."""
 _HALVINGS = 5
 _CORRECTIONS = 4
 _CLOSE = 0.97
@@ -317,18 +320,20 @@ class Calibration:
             )
         space.budget = budget
         self.search.forget()
+        self.trials.config = self.config
         default, interrupted = space.default(budget), False
         suits = default is not None and self._suits(default)
         try:
             self._try_schedules(default, suits=suits)
-        except EnoughTrials:
-            pass
+            if self._adjusts:
+                self.search.adjust_best()
         except KeyboardInterrupt:
             self.trials.tidy_()
             interrupted = True
         best, divergence = self.search.best, self.search.divergence
         if suits and self.search.uncalibrated < divergence:
             best, divergence = default, self.search.uncalibrated
+            self.trials.config = self.config
         if best is None:
             raise (
                 KeyboardInterrupt
@@ -340,14 +345,27 @@ class Calibration:
             )
         return self._result(best, budget, divergence=divergence, interrupted=interrupted)
 
+    @property
+    def _adjusts(self) -> bool:
+        """Whether the method's own settings are chosen too."""
+        wanted = self.settings.adjust
+        return self.space.budget < _ADJUSTED_BELOW if wanted is None else wanted
+
     def _try_schedules(self, default: Schedule | None, *, suits: bool) -> None:
         """Measure the default schedule, start from it and others, and walk on from the best."""
-        if default is not None:
-            self.search.gauge(default, is_result=suits)
-            self._start_from(self.space.suited(default))
-        for schedule in (*self.space.without_last(), *self.space.starts()):
-            self._start_from(schedule)
-        self.search.refine(self.space)
+        try:
+            if default is not None:
+                values = self.search.gauge(default, is_result=suits)
+                if self._adjusts:
+                    self.search.adjust(default, values)
+                    if suits:
+                        self.search.consider(default, "start")
+                self._start_from(self.space.suited(default))
+            for schedule in (*self.space.without_last(), *self.space.starts()):
+                self._start_from(schedule)
+            self.search.refine(self.space)
+        except EnoughTrials:
+            pass
 
     def _suits(self, default: Schedule) -> bool:
         """Whether the default schedule keeps to the budget and to what was asked for by name."""
@@ -372,7 +390,7 @@ class Calibration:
         interrupted: bool = False,
     ) -> CalibrateResult:
         uncalibrated = self.search.uncalibrated if schedule else math.inf
-        config = config_of(schedule, self.config)
+        config = config_of(schedule, self.trials.config)
         plan = self.trials.planner.with_config(config).plan()
         share = plan.macs_after / plan.macs_before
         if share > budget + 1e-9:

@@ -77,7 +77,7 @@ class CountedCost:
         return self._known[schedule]
 
 
-Phase = Literal["sensitivity", "start", "refinement"]
+Phase = Literal["sensitivity", "start", "refinement", "settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,9 @@ Progress = Callable[[Trial], None]
 
 _KICKS = 3
 """Steps of a random walk that leads out of a local optimum."""
+
+_ADJUSTMENTS = 20
+"""Settings of the method to try at one schedule."""
 
 _Kept = tuple[Any, Any]
 """A block's output, and what is known about its tokens."""
@@ -231,7 +234,9 @@ class Trials:
             return self.model(self.batches[index])
         units = self._units()
         ends = [_last_block(unit) for unit in units]
-        keys = [(index, end, tuple(s for s in schedule if s.block <= end)) for end in ends]
+        keys = [
+            (self.config, index, end, tuple(s for s in schedule if s.block <= end)) for end in ends
+        ]
         # The last unit leaves things for the head that are not kept: it always runs.
         known = [n for n, key in enumerate(keys[:-1]) if key in self.memory]
         start = known[-1] if known else -1
@@ -359,24 +364,58 @@ class Search:
         self._note("sensitivity", schedule, values, is_best=False)
         return float(values.mean())
 
-    def gauge(self, schedule: Schedule, *, is_result: bool) -> None:
+    def gauge(self, schedule: Schedule, *, is_result: bool) -> Tensor:
         """Measure the default schedule on all images; `is_result`: it may be what is found."""
         with closing(self.trials.stream(schedule)) as stream:
             values = torch.cat(list(stream))
         self.uncalibrated = float(values.mean())
         self._has_result = is_result
         self._note("start", schedule, values, is_best=False)
+        return values
+
+    def adjust(self, schedule: Schedule, values: Tensor) -> Tensor:
+        """Change the method's settings, one at a time, as long as a schedule gains by it.
+
+        `values` are its divergences with the settings as they are; returns those in the end.
+        """
+        tried = {self.trials.config}
+        while True:
+            fresh = (c for c in self.trials.config.variations() if c not in tried)
+            for config in fresh:
+                tried.add(config)
+                found = self._with_settings(config, schedule, values)
+                if found is not None:
+                    values = found
+                    break
+                if len(tried) > _ADJUSTMENTS:
+                    return values
+            else:
+                return values
+
+    def adjust_best(self) -> None:
+        """Change the method's settings as long as the best schedule gains by it."""
+        if self.best is not None and self._best_values is not None:
+            self._best_values = self.adjust(self.best, self._best_values)
+
+    def _with_settings(
+        self, config: MethodConfig, schedule: Schedule, values: Tensor
+    ) -> Tensor | None:
+        """Take other settings if a schedule is better with them; its divergences then."""
+        before, self.trials.config = self.trials.config, config
+        better = False
+        try:
+            found = self._divergences(schedule, values)
+            better = len(found) == len(values) and bool(found.mean() < values.mean())
+            self._note("settings", schedule, found, is_best=better)
+        finally:
+            if not better:
+                self.trials.config = before
+        return found if better else None
 
     def consider(self, schedule: Schedule, phase: Phase) -> bool:
         """Try a schedule; whether it is the best so far."""
         self._tried.add(schedule)
-        parts: list[Tensor] = []
-        with closing(self.trials.stream(schedule)) as stream:
-            for part in stream:
-                parts.append(part)
-                if self._is_beaten(torch.cat(parts)):
-                    break
-        values = torch.cat(parts)
+        values = self._divergences(schedule, self._best_values)
         whole = len(values) == self.trials.num_images
         better = whole and float(values.mean()) < self.divergence
         if better:
@@ -409,13 +448,15 @@ class Search:
                 return True
         return False
 
-    def _is_beaten(self, values: Tensor) -> bool:
-        """Whether it is worse than the best on the same images by more than the noise."""
-        if self._best_values is None:
-            return False
-        excess = values - self._best_values[: len(values)]
-        noise = float(excess.std()) / math.sqrt(len(excess)) if len(excess) > 1 else 0.0
-        return float(excess.mean()) > noise
+    def _divergences(self, schedule: Schedule, others: Tensor | None) -> Tensor:
+        """The divergence of every image, until the others' turn out to be smaller."""
+        parts: list[Tensor] = []
+        with closing(self.trials.stream(schedule)) as stream:
+            for part in stream:
+                parts.append(part)
+                if others is not None and _is_beaten(torch.cat(parts), others):
+                    break
+        return torch.cat(parts)
 
     def _note(self, phase: Phase, schedule: Schedule, values: Tensor, *, is_best: bool) -> None:
         trial = Trial(
@@ -428,9 +469,19 @@ class Search:
         )
         self.history.append(trial)
         self.progress(trial)
+        if phase == "settings":
+            self._end += 1  # they come on top of the schedules
+            return
         found = self._has_result or self.best is not None
         if found and len(self.history) >= self._end:
             raise EnoughTrials
+
+
+def _is_beaten(values: Tensor, others: Tensor) -> bool:
+    """Whether it is worse than others on the same images by more than the noise."""
+    excess = values - others[: len(values)]
+    noise = float(excess.std()) / math.sqrt(len(excess)) if len(excess) > 1 else 0.0
+    return float(excess.mean()) > noise
 
 
 class Space(ABC):

@@ -6,6 +6,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from ltm.core.validation import require_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings:
@@ -25,6 +27,9 @@ class CalibrateSettings:
     sites: int | None = None
     """At most so many blocks merge; by default 4, unless the method's own schedule has more and is
     better. Few are as accurate and faster."""
+    adjust: bool | None = None
+    """Choose the method's own settings too, such as LTM's attended and size_power; by default below
+    a share of 0.5. Takes up to 40 trials more."""
     multiple: int | None = None
     """Token counts, prefix included, are a multiple of this; by default 8, or 1 where there are
     few tokens."""
@@ -54,9 +59,7 @@ class CalibrateSettings:
                 "above 0 and at most 1."
             )
         for name in ("sites", "trials", "time_batch", "multiple", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}; it must be at least 1.")
+            require_least(name, getattr(self, name))
 
 
 def Settings(**values: Any) -> CalibrateSettings:  # noqa: N802 - a class until 0.1.0

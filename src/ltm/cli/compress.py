@@ -38,7 +38,7 @@ def compress(
     command = command_line("compress", source, settings, data=data, output=output)
     if output is None:
         method = settings.method.partition(":")[0]
-        chosen = settings.curve or settings.has_goal
+        chosen = settings.num_points or settings.has_goal
         name = f"{source.name.replace('/', '-')}-{method}"
         output = Path("runs") / (name if chosen else f"{name}-{settings.ratio:g}")
     written = ("README.md", "config.json", "model.safetensors")

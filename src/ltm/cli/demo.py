@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ltm.cli.commands import Flat, command_line, interrupted, say
 from ltm.compression.settings import CompressSettings
+from ltm.core.validation import require_least
 from ltm.files import output_folder
-from ltm.models import ModelSource, method_config, require_least
+from ltm.models import ModelSource, method_config
 
 if TYPE_CHECKING:
     from ltm.compression.compress import CompressResult
-    from ltm.evaluation.latency import Timing
 
-_MODES = {"eager": "PyTorch", "onnxruntime": "ONNX Runtime", "compiled": "torch.compile"}
-"""Ways to run a network, and what people call them."""
 _BATCHES = (1, 8)
-_ROUNDS = 7
+_ROUNDS = 6
 _CONTROL_IMAGES = 100
 _NEXT = """
 Report, with pictures of what merges: {report}
 Next, with a network and images of your own:
-  ltm compress --model vit_small_patch16_224 --pretrained --data IMAGES --output runs/mine
-  ltm export --run runs/mine --data IMAGES
+  ltm compress --model vit_small_patch16_224 --pretrained --data IMAGES --max-loss 0.5 --export \\
+      --output runs/mine
   ltm serve --run runs/mine"""
 
 
@@ -68,15 +66,12 @@ def demo(settings: Flat[DemoSettings], *, overwrite: bool = False) -> None:
     output = settings.output
     with output_folder(output, overwrite=overwrite or _is_own(output)):
         result = _compressed(settings)
-        done = not result.interrupted
-        timings = _timings(result, settings) if settings.time and done else []
-        result = _with_times(result, timings)
         result.save(output)
-    if not done:
+    if result.interrupted:
         interrupted(f"Stopped during {result.interrupted}; {output} holds what was done.")
     control = _accuracy_at_random(result, settings)
     say("")
-    for line in _story(result, timings, control):
+    for line in _story(result, control):
         say(line)
     say(_NEXT.format(report=output / "report.html"))
 
@@ -91,7 +86,11 @@ def _compressed(settings: DemoSettings) -> CompressResult:
             ratio=settings.ratio,
             # The default schedule is as good here, and there is a minute for everything.
             calibrate=False,
-            time=False,
+            time=settings.time,
+            forms=_forms(settings),
+            time_batches=_BATCHES,
+            time_rounds=_ROUNDS,
+            export=settings.time,
             bottleneck_images=0,
             workers=0,
             device="cpu",
@@ -104,49 +103,16 @@ def _compressed(settings: DemoSettings) -> CompressResult:
     )
 
 
+def _forms(settings: DemoSettings) -> tuple[str, ...]:
+    if not settings.time:
+        return ()
+    return ("eager", "onnxruntime", *(("compiled",) if settings.compile else ()))
+
+
 def _data(settings: DemoSettings) -> str:
     from ltm.zoo import DEMO_DATA
 
     return f"{DEMO_DATA},val_images={settings.images},seed={settings.seed}"
-
-
-def _timings(result: CompressResult, settings: DemoSettings) -> list[Timing]:
-    """The original and the compressed network in turns, in each mode and batch size."""
-    from ltm.api import unmerged_copy
-    from ltm.data.datasets import open_dataset
-    from ltm.evaluation.images import repeated_images
-    from ltm.evaluation.latency import BASE, Candidate, Conditions, measure_latency
-
-    assert result.model is not None
-    base, method = unmerged_copy(result.model), result.comparison.method
-    modes = ["eager", "onnxruntime", *(["compiled"] if settings.compile else [])]
-    candidates = [
-        Candidate(method=BASE, model=base),
-        Candidate(method=method, model=result.model),
-    ]
-    found: list[Timing] = []
-    dataset = open_dataset(_data(settings), split="val")
-    for batch in _BATCHES:
-        say(f"Timing batches of {batch}: {', '.join(_MODES[mode] for mode in modes)}")
-        found += measure_latency(
-            candidates,
-            Conditions(
-                model="demo_vit", image_size=(224, 224), batch_size=batch, rounds=_ROUNDS, warmup=1
-            ),
-            modes,
-            images=repeated_images(dataset, _data(settings), base, batch),
-        )
-    return [timing for timing in found if timing.milliseconds is not None]
-
-
-def _with_times(result: CompressResult, timings: list[Timing]) -> CompressResult:
-    """The same result; its report tells the times in PyTorch."""
-    eager = [timing for timing in timings if timing.mode == "eager"]
-    networks = tuple(
-        replace(network, timings=tuple(t for t in eager if t.method == network.method))
-        for network in result.comparison.networks
-    )
-    return replace(result, comparison=replace(result.comparison, networks=networks))
 
 
 def _accuracy_at_random(result: CompressResult, settings: DemoSettings) -> float:
@@ -166,14 +132,19 @@ def _accuracy_at_random(result: CompressResult, settings: DemoSettings) -> float
     return summarise(evaluate({"random": control}, batches)["random"]).top1
 
 
-def _story(result: CompressResult, timings: list[Timing], control: float) -> list[str]:
-    """What was found, the gain first."""
+def _story(result: CompressResult, control: float) -> list[str]:
+    """What was found, the gain first, and how to run it."""
+    from ltm.evaluation.records import text_table
+    from ltm.report.documents import forms_table
+
     base, compressed = result.comparison.base, result.comparison.compressed
+    deployed = result.deployment
     assert base is not None
     assert compressed is not None
     assert base.accuracy is not None
     assert compressed.accuracy is not None
     assert compressed.against_base is not None
+    assert deployed is not None
     number = base.accuracy.num_images
     loss = "no loss" if compressed.against_base.high >= 0 else "a real loss"
     kept = (
@@ -182,45 +153,31 @@ def _story(result: CompressResult, timings: list[Timing], control: float) -> lis
     )
     least = min(_CONTROL_IMAGES, number)
     macs = f"Multiply-adds an image: {base.gmacs:.2f} billion before, {compressed.gmacs:.2f} now."
+    gain = _gain(result)
+    table = forms_table(result.comparison)
     return [
-        f"{_gain(timings)} and {kept}" if timings else f"At {compressed.share:.2f}: {kept}",
+        f"{gain} and {kept}" if gain else f"At {compressed.share:.2f}: {kept}",
         "",
-        *_time_table(timings),
+        *([text_table(table), ""] if len(table) > 1 else []),
         f"{macs} Nothing was trained.",
         f"Merging as many tokens at random leaves {100 * control:.1f}% of {least} images right.",
+        "",
+        f"It runs so, in {deployed.title}:",
+        *(f"  {line}" for line in deployed.code.splitlines()),
     ]
 
 
-def _gain(timings: list[Timing]) -> str:
-    """What the compressed network gains in the form in which it is fastest over all batches."""
-    from math import prod
-
-    def total(mode: str) -> float:
-        return prod(t.milliseconds or 0 for t in timings if t.mode == mode)
-
-    best = min({timing.mode for timing in timings}, key=total)
+def _gain(result: CompressResult) -> str:
+    """What the compressed network gains in the form that is recommended."""
+    compressed, deployed = result.comparison.compressed, result.deployment
+    assert compressed is not None
+    assert deployed is not None
     gains = [
         f"{timing.speedup:.2f}x as fast at batch {timing.batch_size}"
-        for timing in timings
-        if timing.mode == best and timing.method != timings[0].method
+        for timing in compressed.timings
+        if timing.mode == deployed.form and timing.speedup
     ]
-    return f"{' and '.join(gains)} in {_MODES[best]}"
-
-
-def _time_table(timings: list[Timing]) -> list[str]:
-    """Milliseconds a batch of both networks, in every form."""
-    if not timings:
-        return []
-    found = {(t.mode, t.batch_size, t.method): t for t in timings}
-    original = timings[0].method
-    rows = [
-        f"{_MODES[t.mode]:14}{t.batch_size:>6}"
-        f"{found[t.mode, t.batch_size, original].milliseconds:>10.1f} ms"
-        f"{t.milliseconds:>10.1f} ms{t.speedup:>7.2f}x"
-        for t in timings
-        if t.method != original
-    ]
-    return [f"{'':14}{'batch':>6}{'original':>13}{'compressed':>13}{'speed':>8}", *rows, ""]
+    return f"{' and '.join(gains)} in {deployed.title}" if gains else ""
 
 
 def _is_own(output: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,8 +32,9 @@ from ltm.api import (
 from ltm.api.folders import require_own
 from ltm.calibration.calibration import Calibration
 from ltm.calibration.settings import CalibrateSettings
-from ltm.compression.settings import CompressSettings
+from ltm.compression.settings import LEAST_RATIO, NUM_POINTS, CompressSettings
 from ltm.core.cost import meta_copy
+from ltm.core.validation import require_least
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
@@ -51,7 +53,7 @@ from ltm.evaluation.images import (
 from ltm.evaluation.latency import BASE, Timing
 from ltm.evaluation.measurement import Measurements
 from ltm.evaluation.modes import MODES, Mode, usual_modes
-from ltm.evaluation.records import describe, text_table
+from ltm.evaluation.records import describe, points, text_table
 from ltm.extras import require
 from ltm.files import output_folder, results_in, write_bytes, write_metrics
 from ltm.methods import MethodConfig
@@ -63,7 +65,6 @@ from ltm.models import (
     method_config,
     name_of,
     open_model,
-    require_least,
     silent,
     source_of,
     split_methods,
@@ -258,9 +259,9 @@ class _Compression:
         self.peers = [text for text in split_methods(settings.compare) if text != settings.method]
         for text in self.peers:
             method_config(text, settings.ratio)
-        require_least("bottleneck-images", settings.bottleneck_images, 0)
+        require_least("bottleneck_images", settings.bottleneck_images, 0)
         self.forms = _forms(settings, self.device)
-        if (settings.curve or settings.has_goal) and self.config.ratio is None:
+        if (settings.num_points or settings.has_goal) and self.config.ratio is None:
             raise ValueError(f"method is {settings.method}: its token counts are given already")
         self.images = part_images(
             data,
@@ -322,7 +323,7 @@ class _Compression:
     def _stages(self) -> Iterator[tuple[str, Callable[[], None]]]:
         settings = self.settings
         yield "the conversion", self.convert
-        if settings.curve:
+        if settings.num_points:
             yield "the choice of a ratio", self.choose_ratio
         elif settings.has_goal:
             yield "the search for a network of that speed", self.meet_goal
@@ -402,32 +403,61 @@ class _Compression:
 
     def choose_ratio(self) -> None:
         """Keep the fastest network within the loss; it is chosen on one half of the images."""
-        settings, base = self.settings, self.models[BASE]
+        settings = self.settings
         choosing, self.images = _halves(self.images)
         made: dict[str, tuple[nn.Module, dict[str, Any] | None]] = {}
-        for ratio in settings.curve:
-            self.say(f"Converting to {ratio:g} of the multiply-adds")
-            try:
-                model, found = self._calibrated(ratio)
-            except ValueError as error:
-                self.left_out[f"{settings.method} at {ratio:g}"] = str(error)
-            else:
-                made[f"{ratio:g}"] = freeze_(model), found
+        tried = Measurements({BASE: self.models[BASE]}, quiet=self.say is silent)
+        search = Bisection(settings.allowed_loss) if not settings.ratios else None
+        asked = iter(settings.curve)
+        while (ratio := search.ratio if search else next(asked, None)) is not None:
+            self._share_trials(len(made), settings.num_points)
+            network, loss = self._at(ratio), inf
+            if network is not None:
+                made[f"{ratio:g}"] = network
+                loss = self._loss(choosing, tried, f"{ratio:g}", network[0])
+            if search:
+                search.learn(loss)
         if not made:
             raise ValueError(f"ratios: {next(iter(self.left_out.values()))}")
-        networks = {BASE: base, **{name: model for name, (model, _) in made.items()}}
-        tried = Measurements(networks, quiet=self.say is silent)
-        self.say(f"Choosing among {len(made)} networks on {len(choosing):,} images")
-        tried.measure_accuracy(self._batches(choosing))
+        networks = {BASE: self.models[BASE], **{name: model for name, (model, _) in made.items()}}
         self._find_form(list(networks.values())[-1])
         timings = {timing.method: timing for timing in self._time(networks)}
-        points = [
-            _curve_point(name, tried, timings[name], report(networks[name]).share) for name in made
+        curve = [
+            _curve_point(name, tried, timings[name], report(networks[name]).share)
+            for name in sorted(made, key=float, reverse=True)
         ]
-        best = _chosen(points, settings.allowed_loss)
-        self.curve = [replace(point, chosen=point is best) for point in points]
+        best = _chosen(curve, settings.allowed_loss)
+        self.curve = [replace(point, chosen=point is best) for point in curve]
         self.config = method_config(settings.method, best.ratio)
         self._keep(*made[f"{best.ratio:g}"])
+
+    def _at(self, ratio: float) -> tuple[nn.Module, dict[str, Any] | None] | None:
+        """The network at a ratio, frozen; None where it cannot reach it."""
+        self.say(f"Converting to {ratio:g} of the multiply-adds")
+        try:
+            model, found = self._calibrated(ratio)
+        except ValueError as error:
+            self.left_out[f"{self.settings.method} at {ratio:g}"] = str(error)
+            return None
+        return freeze_(model), found
+
+    def _share_trials(self, number: int, total: int) -> None:
+        """Half of the trials go to the first ratio: what they tell of the blocks serves all."""
+        if self.calibrator is not None:
+            half = max(1, self.settings.calibration_trials // 2)
+            each = max(1, half // max(1, total - 1))
+            self.calibrator.search.num_trials = each if number else half
+
+    def _loss(
+        self, choosing: ImageDataset, tried: Measurements, name: str, model: nn.Module
+    ) -> float:
+        """The points that a network loses on the images to choose on."""
+        one = Measurements({BASE: self.models[BASE], name: model}, quiet=self.say is silent)
+        one.measure_accuracy(self._batches(choosing))
+        tried.outputs |= one.outputs
+        change = tried.difference(name, BASE).difference
+        self.say(f"At {name} top-1 changes by {points(change)} points on {len(choosing):,} images")
+        return -100 * change
 
     def meet_goal(self) -> None:
         """Predict a ratio from the times so far, convert, measure, correct."""
@@ -514,7 +544,9 @@ class _Compression:
             dataset, base = self.images.evaluation, self.models[BASE]
             return repeated_images(dataset, self.data, base, batch_size)
 
-        measured.measure_time(self.name, batches, images, forms, self._own_modes)
+        measured.measure_time(
+            self.name, batches, images, forms, self._own_modes, rounds=self.settings.time_rounds
+        )
 
     def _find_form(self, model: nn.Module) -> None:
         """Choose the form that a search is about, unless it was given: the fastest."""
@@ -645,7 +677,7 @@ class _Compression:
             left_out=self.left_out,
             deployment=None if done is None else self._deployment(),
             curve=tuple(self.curve),
-            max_loss=settings.allowed_loss if settings.curve else None,
+            max_loss=settings.allowed_loss if settings.num_points else None,
             goal_speedup=settings.speedup,
             goal_ms=settings.budget_ms,
             interrupted=self.interrupted,
@@ -711,6 +743,27 @@ def _halves(images: Partition) -> tuple[ImageDataset, Partition]:
         raise ValueError("images: two are needed at least, to choose on one and report on another")
     choosing, rest = (dataset.select(sorted(part)) for part in (order[:middle], order[middle:]))
     return choosing, replace(images, evaluation=rest)
+
+
+class Bisection:
+    """The smallest ratio within a loss, in a few steps; `ratio` is the next to try, or None."""
+
+    def __init__(self, allowed: float, *, num_steps: int = NUM_POINTS) -> None:
+        self.allowed, self._left = allowed, num_steps
+        self._low, self._high = LEAST_RATIO, 1.0
+
+    @property
+    def ratio(self) -> float | None:
+        return round((self._low + self._high) / 2, 2) if self._left else None
+
+    def learn(self, loss: float) -> None:
+        """Take the loss at `ratio`: where it is allowed, go on with smaller ones."""
+        assert self.ratio is not None
+        if loss <= self.allowed + 1e-9:
+            self._high = self.ratio
+        else:
+            self._low = self.ratio
+        self._left -= 1
 
 
 def _curve_point(name: str, tried: Measurements, timing: Timing, share: float) -> CurvePoint:

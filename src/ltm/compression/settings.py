@@ -7,8 +7,10 @@ from math import inf
 
 FEW_POINTS = 0.5
 """The loss that is allowed unless another is given."""
-CURVE = (0.8, 0.65, 0.55, 0.45)
-"""The ratios of a curve unless others are given."""
+LEAST_RATIO = 0.4
+"""Where no ratios are given, a bisection tries some between this and 1."""
+NUM_POINTS = 4
+"""How many it tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,8 @@ class CompressSettings:
     ratios: tuple[float, ...] = ()
     """Try several ratios, and keep the fastest network within --max-loss."""
     max_loss: float | None = None
-    """Points of top-1 that may be lost, 0.5 unless given; ratios from 0.8 down are tried."""
+    """Points of top-1 that may be lost, 0.5 unless given; without --ratios, four ratios are tried,
+    each chosen by what the ones before lost."""
     speedup: float | None = None
     """Instead of a ratio: how many times as fast the network is to be in its form."""
     budget_ms: float | None = None
@@ -48,6 +51,8 @@ class CompressSettings:
     """Also write model.onnx, and compare its predictions on all evaluated images."""
     time_batches: tuple[int, ...] = (1, 8)
     """Batch sizes to time."""
+    time_rounds: int = 15
+    """Rounds in which all networks and forms run in turn."""
     bottleneck_images: int = 1000
     """At most so many for the information bottleneck; 0 leaves it out."""
     pictures: str = "data"
@@ -89,6 +94,8 @@ class CompressSettings:
                 raise ValueError(f"{name} is {value:g}: it must be above {least:g}")
         if not 0 <= self.allowed_loss <= 100:
             raise ValueError(f"max_loss is {self.allowed_loss:g}: it is from 0 to 100 points")
+        if self.time_rounds < 1:
+            raise ValueError(f"time_rounds is {self.time_rounds}: at least 1 is needed")
         for ratio in self.ratios:
             if not 0 < ratio < 1:
                 raise ValueError(f"ratios: got {ratio:g}; each is above 0 and below 1")
@@ -100,9 +107,13 @@ class CompressSettings:
 
     @property
     def curve(self) -> tuple[float, ...]:
-        """The ratios to try, the mildest first; empty where one ratio was given."""
-        asked = self.ratios or (CURVE if self.max_loss is not None else ())
-        return tuple(sorted(set(asked), reverse=True))
+        """The ratios that were given, the mildest first."""
+        return tuple(sorted(set(self.ratios), reverse=True))
+
+    @property
+    def num_points(self) -> int:
+        """How many ratios are tried; 0 where one ratio was given."""
+        return len(self.curve) or (NUM_POINTS if self.max_loss is not None else 0)
 
     @property
     def has_goal(self) -> bool:

@@ -69,7 +69,7 @@ def proportional(
     """By a kernel: what the layer's heads answer, from the output of its projection."""
     if _is_plain(layer):
         return _attention(qkv, size, layer.num_heads, layer.scale, power)
-    query, key = _queries_and_keys(layer, qkv)
+    query, key = queries_and_keys(layer, qkv)
     value = cast("Tensor", qkv.unflatten(-1, (3, layer.num_heads, -1)).unbind(2)[2])
     query, key = query.to(qkv.dtype), key.to(qkv.dtype)
     return _attention_of(query, key, value, size, layer.scale, power)
@@ -94,7 +94,7 @@ def attention_hints(
         found["importance"] = importance(layer, qkv, size, power, class_token=class_token)
     if needs <= {"importance"}:
         return found
-    query, key = _queries_and_keys(layer, qkv)
+    query, key = queries_and_keys(layer, qkv)
     others = needs - {"importance"}
     return found | hints_of(query, key, layer.scale, size, others, power, class_token=class_token)
 
@@ -108,16 +108,20 @@ def hints_of(
     power: float = 1.0,
     *,
     class_token: bool,
+    bias: Float[Tensor, "_ h t t"] | None = None,
 ) -> dict[str, Tensor]:
-    """What a merger needs, from what a layer of attention compares."""
+    """What a merger needs, from what a layer of attention compares and the bias that it adds."""
     found: dict[str, Tensor] = {}
     if "importance" in needs:
         asking = query[:, :1] if class_token else query.mean(dim=1, keepdim=True)
-        found["importance"] = _received(asking, key, scale, size, power).mean(dim=1)
+        offset = bias
+        if bias is not None:
+            offset = bias[:, :, :1] if class_token else bias.mean(dim=2, keepdim=True)
+        found["importance"] = _received(asking, key, scale, size, power, offset).mean(dim=1)
     if "keys" in needs:
         found["keys"] = key.mean(dim=2)
     if "attention" in needs:
-        received = _received(query, key, scale, size, power)
+        received = _received(query, key, scale, size, power, bias)
         # Tokens that are masked out ask no questions.
         asks = received.new_ones(1, received.shape[1]) if size is None else (size > 0).float()
         found["attention"] = ((asks / asks.sum(1, keepdim=True))[:, None] @ received)[:, 0]
@@ -136,20 +140,23 @@ def importance(
     narrow = qkv.shape[2] <= 3 * layer.num_heads * _MAX_HEAD
     if narrow and _is_plain(layer) and uses_triton(qkv):
         return _importance(qkv, size, layer.num_heads, layer.scale, power, class_token)
-    query, key = _queries_and_keys(layer, qkv)
+    query, key = queries_and_keys(layer, qkv)
     only = {"importance"}
     return hints_of(query, key, layer.scale, size, only, power, class_token=class_token)[
         "importance"
     ]
 
 
-def _queries_and_keys(
-    layer: SelfAttention, qkv: Float[Tensor, "b t w"]
+def queries_and_keys(
+    layer: Any, qkv: Float[Tensor, "b t w"]
 ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t h d"]]:
-    """What the layer compares, from the output of its projection."""
-    query, key, _ = qkv.unflatten(-1, (3, layer.num_heads, -1)).unbind(2)
-    norms: Any = layer
-    return (norms.q_norm(query), norms.k_norm(key)) if hasattr(layer, "k_norm") else (query, key)
+    """What the layer compares, from the output of its projection.
+
+    Differential attention has two maps a head, which count as heads here.
+    """
+    width = getattr(layer, "head_dim", qkv.shape[-1] // (3 * layer.num_heads))
+    query, key, _ = qkv.unflatten(-1, (3, -1, width)).unbind(2)
+    return (layer.q_norm(query), layer.k_norm(key)) if hasattr(layer, "k_norm") else (query, key)
 
 
 def _received(
@@ -158,11 +165,14 @@ def _received(
     scale: float,
     size: Float[Tensor, "_ t"] | None,
     power: float = 1.0,
+    bias: Float[Tensor, "_ h q t"] | None = None,
 ) -> Float[Tensor, "b q t"]:
     """Attention that each token receives from each query, a mean over heads."""
-    if query.shape[1] == 1 and key.shape[3] <= _MAX_HEAD and uses_triton(query, key):
+    narrow = query.shape[1] == 1 and key.shape[3] <= _MAX_HEAD
+    if narrow and bias is None and uses_triton(query, key):
         return _importance_of(query, key, size, scale, power)[:, None]
     scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1) * scale
+    scores = scores if bias is None else scores + bias
     scores = scores if size is None else scores + size_bias(size, scores.dtype, power)
     return scores.float().softmax(dim=-1).mean(dim=1)
 
@@ -172,9 +182,10 @@ def size_bias(
 ) -> Float[Tensor, "_ 1 1 t"]:
     """Proportional attention: the log of the token sizes, to a power, as a bias on the keys.
 
-    A size of zero marks a token that is not there.
+    A size of zero marks a token that is not there, whatever the power.
     """
-    return (power * size.float().clamp_min(1e-10).log()).to(dtype)[:, None, None, :]
+    least = max(1e-10 ** (1 / power), 1e-35) if power > 0 else 1e-10
+    return (power * size.float().clamp_min(least).log()).to(dtype)[:, None, None, :]
 
 
 def _is_softmax(layer: Any) -> bool:

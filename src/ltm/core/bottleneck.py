@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ltm.core.finite import require_finite
+from ltm.core.validation import require_least
 from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, widen
 from ltm.processes import sum_over_processes
 
@@ -233,7 +234,7 @@ def _check_samples(
     merged: Tensor, inputs: Tensor, labels: Tensor, num_classes: int, beta: float
 ) -> None:
     _check_beta(beta)
-    _check_num_classes(num_classes)
+    require_least("num_classes", num_classes)
     features = {"merged": merged, "inputs": inputs}
     for name, x in features.items():
         _check_features(name, x)
@@ -272,9 +273,8 @@ class ClassStatistics:
         device: torch.device | str | None = None,
     ) -> "ClassStatistics":
         """Start from nothing; float64 because a million small terms are lost in float32."""
-        _check_num_classes(num_classes)
-        if width < 1:
-            raise ValueError(f"width is {width}: at least 1 is needed")
+        require_least("num_classes", num_classes)
+        require_least("width", width)
         shapes = {
             "counts": (num_classes,),
             "features": (num_classes, width),
@@ -389,12 +389,6 @@ def _check_floor(floor: float) -> None:
     """Refuse a floor under probabilities that is none."""
     if not 0 <= floor < 1:
         raise ValueError(f"floor is {floor}: a number in [0, 1) is needed")
-
-
-def _check_num_classes(num_classes: int) -> None:
-    """Refuse a model of no class."""
-    if num_classes < 1:
-        raise ValueError(f"num_classes is {num_classes}: at least 1 is needed")
 
 
 def _check_features(name: str, x: Tensor, num_dims: int | None = None) -> None:

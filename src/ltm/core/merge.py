@@ -505,3 +505,15 @@ def _(tokens: list[int], who: list[int], *_: Any, **__: Any) -> int:
 def _(tokens: list[int], weight: Any, rows: list[int], columns: list[int], **_: Any) -> int:
     (b, _t, c), (h, h2), (w, w2) = tokens, rows, columns
     return 2 * b * (h * h2 * w + h2 * w * w2) * (c + (weight is not None))
+
+
+def pool_by_size(
+    x: Float[Tensor, "b n c"], size: Float[Tensor, "_ n"], kind: str
+) -> Float[Tensor, "b c"]:
+    """The mean token, the largest value of each channel ("max"), or half of both ("avgmax")."""
+    size = size[..., None]
+    largest = x.masked_fill(size <= 0, -torch.inf).amax(dim=1) if "max" in kind else None
+    if kind == "max":
+        return cast("Tensor", largest)
+    mean = (x * (size / size.sum(dim=1, keepdim=True)).to(x.dtype)).sum(dim=1)
+    return mean if largest is None else 0.5 * (mean + largest)

@@ -59,6 +59,17 @@ def check_entries(
         raise ValueError(f"{path.rstrip('.') or 'it'} lacks {', '.join(missing)}.")
 
 
+def require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Refuse a setting by its name, its value and what is allowed."""
+    if not holds:
+        raise ValueError(f"{name} is {value}, but must be {allowed}")
+
+
+def require_least(name: str, value: float | None, least: float = 1) -> None:
+    """Refuse a number that is too small; None is no number."""
+    require(value is None or value >= least, name, value, f"at least {least}")
+
+
 def first_line(error: BaseException) -> str:
     """Return an error's first line, which fits into a sentence."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

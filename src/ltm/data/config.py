@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ltm.core.validation import require, require_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -37,16 +39,14 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
-        require(self.epoch_images >= 0, "epoch_images", self.epoch_images, "not negative")
-        require(self.workers >= 0, "workers", self.workers, "not negative")
-        require(self.max_unreadable >= 0, "max_unreadable", self.max_unreadable, "not negative")
+        require_least("batch_size", self.batch_size)
+        require_least("image_size", self.image_size)
+        for name in ("epoch_images", "workers", "max_unreadable"):
+            require_least(name, getattr(self, name), 0)
         ratio = self.holdout_ratio
         require(0.0 <= ratio < 1.0, "holdout_ratio", ratio, "at least 0 and below 1")
         crop = self.crop_ratio
         require(crop is None or 0.0 < crop <= 1.0, "crop_ratio", crop, "above 0 and at most 1")
-        size = self.image_size
-        require(size is None or size >= 1, "image_size", size, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +84,9 @@ class AugmentConfig:
             value = getattr(self, name)
             require(0.0 <= value <= 1.0, name, value, "from 0 to 1")
         for name in ("mixup", "cutmix", "color_jitter"):
-            value = getattr(self, name)
-            require(value >= 0.0, name, value, "not negative")
+            require_least(name, getattr(self, name), 0)
         require(0.0 <= self.smoothing < 1.0, "smoothing", self.smoothing, "at least 0 and below 1")
-        require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+        require_least("repeats", self.repeats)
 
     @property
     def varies(self) -> bool:
@@ -124,9 +123,3 @@ def without_removed(values: dict[str, Any]) -> dict[str, Any]:
     """Return data settings that 0.1.0 wrote, less those that no longer exist."""
     removed = ("resident", "shuffle_buffer")
     return {name: value for name, value in values.items() if name not in removed}
-
-
-def require(holds: bool, name: str, value: object, allowed: str) -> None:
-    """Refuse a setting by its name, its value and what is allowed."""
-    if not holds:
-        raise ValueError(f"{name} is {value}, but must be {allowed}")

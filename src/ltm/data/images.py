@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 
+from ltm.core.validation import require_least
+
 _MOST_NAMED = 20  # unreadable images in one error
 
 Transform = Callable[[Image.Image], Any]
@@ -100,8 +102,7 @@ class ImageDataset(Dataset[tuple[Any, int]]):
 
         They are evenly spaced in the data set sorted by class, and keep their order.
         """
-        if num_images < 1:
-            raise ValueError(f"num_images is {num_images}, but must be at least 1")
+        require_least("num_images", num_images)
         count = min(num_images, len(self))
         by_class = np.argsort(self.labels, kind="stable")
         return self.select(np.sort(by_class[np.arange(count) * len(self) // count]).tolist())

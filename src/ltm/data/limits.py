@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from ltm.models import read_words, require_least
+from ltm.core.validation import require_least
+from ltm.models import read_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def split_limits(source: str | Path) -> LimitedSource:
     types = {field.name: int for field in fields(Limits)}
     limits = read_words([found[1]], types, owner="data")
     for name, number in limits.items():
-        require_least(f"data {name}", number, 1)
+        require_least(f"data {name}", number)
     return LimitedSource(text[: found.start()], Limits(**limits), found[0])
 
 

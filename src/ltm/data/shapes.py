@@ -14,10 +14,11 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 
+from ltm.core.validation import require, require_least
 from ltm.data.images import ImageDataset, Transform
 from ltm.data.scenes import Painting, class_names, draw_scene, paint
 from ltm.data.targets import boxes_of, encode_mask, make_target
-from ltm.models import read_words, require_least
+from ltm.models import read_words
 
 _SPLITS = {"train": 0, "val": 1, "test": 2}
 _TASKS = {"classification": 0, "detection": 1, "examples": 2}
@@ -56,16 +57,19 @@ class ShapesClassification(ImageDataset):
         transform: Transform | None = None,
     ) -> None:
         names = class_names(num_classes)
-        self.image_size = _at_least(1, "image_size", image_size)
-        self.seed = _at_least(0, "seed", seed)
-        labels = np.arange(_at_least(1, "num_images", num_images)) % num_classes
+        require_least("num_images", num_images)
+        require_least("image_size", image_size)
+        require_least("seed", seed, 0)
+        self.image_size, self.seed = image_size, seed
+        labels = np.arange(num_images) % num_classes
         radii = _SMALL_RADII if small else _RADII
         images = _ShapeImages(_known_split(split), labels, image_size, seed, radii)
         super().__init__(images, labels, names, split=split, transform=transform)
 
     def take(self, num_images: int) -> Self:
         """Return the first `num_images` images, or all if there are fewer."""
-        return self.select(range(min(_at_least(1, "num_images", num_images), len(self))))
+        require_least("num_images", num_images)
+        return self.select(range(min(num_images, len(self))))
 
 
 class _ShapeImages:
@@ -123,10 +127,11 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
     ) -> None:
         self.class_names = class_names(num_classes)
         self.split = _known_split(split)
-        self.num_images = _at_least(1, "num_images", num_images)
-        self.image_size = _at_least(1, "image_size", image_size)
-        if not 0.0 <= empty_ratio < 1.0:
-            raise ValueError(f"empty_ratio is {empty_ratio}, but must be at least 0 and below 1")
+        require_least("num_images", num_images)
+        require_least("image_size", image_size)
+        allowed = "at least 0 and below 1"
+        require(0.0 <= empty_ratio < 1.0, "empty_ratio", empty_ratio, allowed)
+        self.num_images, self.image_size = num_images, image_size
         self.empty_ratio = empty_ratio
         self.seed = seed
         self.transforms = transforms
@@ -220,7 +225,8 @@ def example_pictures(num_pictures: int = 6, image_size: int = 256, seed: int = 0
     """Paint a few larger pictures, of one to three objects each, for documentation and demos."""
     names = class_names(20)
     pictures = []
-    for index in range(_at_least(1, "num_pictures", num_pictures)):
+    require_least("num_pictures", num_pictures)
+    for index in range(num_pictures):
         rng = _generator(seed, "examples", "test", index)
         count = index % 3 + 1
         labels = tuple(rng.choice(len(names), count, replace=False).tolist())
@@ -262,7 +268,8 @@ def shapes_arguments(source: str, split: str, **defaults: int) -> dict[str, Any]
 
 
 def _generator(seed: int, task: str, split: str, index: int) -> np.random.Generator:
-    return np.random.default_rng([_at_least(0, "seed", seed), _TASKS[task], _SPLITS[split], index])
+    require_least("seed", seed, 0)
+    return np.random.default_rng([seed, _TASKS[task], _SPLITS[split], index])
 
 
 def _known_split(split: str) -> str:
@@ -271,9 +278,3 @@ def _known_split(split: str) -> str:
             f"generated shapes have no split {split!r}; choose from {', '.join(_SPLITS)}"
         )
     return split
-
-
-def _at_least(least: int, name: str, value: int) -> int:
-    if value < least:
-        raise ValueError(f"{name} is {value}, but must be at least {least}")
-    return value

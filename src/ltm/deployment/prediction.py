@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import pil_to_tensor, to_dtype
 
 from ltm.api.folders import saved_folder
+from ltm.core.validation import require_least
 from ltm.data.decoding import read_image
 from ltm.data.folders import walk_images
 from ltm.data.limits import split_limits
@@ -198,6 +199,12 @@ class Prediction:
     error: str | None = None
 
 
+def likeliest(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The classes of the highest scores, or all if there are fewer, and their probabilities."""
+    best = scores.float().softmax(dim=-1).topk(min(top, scores.shape[-1]))
+    return best.indices, best.values
+
+
 class Classifier(ImageModel):
     """The likeliest classes, from anything that gives scores."""
 
@@ -214,16 +221,11 @@ class Classifier(ImageModel):
 
     @torch.inference_mode()
     def answer(self, images: Sequence[Tensor]) -> list[Answer | None]:
-        probabilities = self.scores(torch.stack(list(images))).float().softmax(dim=-1)
-        best = probabilities.topk(min(self.top, probabilities.shape[1]), dim=1)
+        indices, values = likeliest(self.scores(torch.stack(list(images))), self.top)
         # Softmax passes on what is not finite, to the whole row.
-        finite = probabilities[:, 0].isfinite().tolist()
-        return [
-            self._answer(indices, values) if known else None
-            for indices, values, known in zip(
-                best.indices.tolist(), best.values.tolist(), finite, strict=True
-            )
-        ]
+        finite = values[:, 0].isfinite().tolist()
+        found = zip(indices.tolist(), values.tolist(), finite, strict=True)
+        return [self._answer(best, shares) if known else None for best, shares, known in found]
 
     def _answer(self, indices: list[int], values: list[float]) -> Answer:
         return {
@@ -278,8 +280,8 @@ def stream(
 
     At most two batches of images are decoded ahead, so memory does not grow with their number.
     """
-    if batch_size < 1 or threads < 1:
-        raise ValueError(f"batch_size is {batch_size}, threads is {threads}: at least 1 is needed")
+    require_least("batch_size", batch_size)
+    require_least("threads", threads)
     waiting: deque[tuple[str, Future[Tensor]]] = deque()
     remaining = iter(paths)
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ltm.models import require_least
+from ltm.core.validation import require_least
 
 Format = Literal["onnx", "program", "openvino"]
 Recipe = Literal["accurate", "small", "dynamic", "convolutional"]
@@ -59,7 +59,7 @@ class ExportSettings(InputSettings):
         for name in ("formats", "batch_sizes"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: there is none; give at least one")
-        require_least("batch-sizes", min(self.batch_sizes))
+        require_least("batch_sizes", min(self.batch_sizes))
         if self.method is None and self.ratio is not None:
             raise ValueError("--ratio goes with --method; a saved run has its own")
 
@@ -79,4 +79,4 @@ class PredictSettings(InputSettings):
 
     def __post_init__(self) -> None:
         for name in ("top", "batch_size", "threads"):
-            require_least(name.replace("_", "-"), getattr(self, name))
+            require_least(name, getattr(self, name))

@@ -22,6 +22,7 @@ from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import initLevelMapper
 
+from ltm.core.validation import require_least
 from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, clean_batch, in_full_precision
 
 _FINEST = 8
@@ -84,8 +85,7 @@ class MaskRCNN(TorchvisionMaskRCNN):
             anchor_scale: Side of a level's anchors in strides.
             options: torchvision's own (`box_detections_per_img`, `rpn_post_nms_top_n_test`, ...).
         """
-        if num_classes < 1:
-            raise ValueError(f"num_classes: got {num_classes}; at least 1 is needed.")
+        require_least("num_classes", num_classes)
         if not pyramid.restore:
             raise ValueError(
                 "restore: got False; Mask R-CNN cuts regions out of maps at their nominal strides."

@@ -26,6 +26,7 @@ from torchvision.ops import clip_boxes_to_image
 
 from ltm.adapters import select_adapter, shrunk_maps
 from ltm.api import image_size_of, load, merge_tokens_
+from ltm.api.saving import host_arguments
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.detection.settings import Task
 from ltm.methods import MethodConfig
@@ -242,7 +243,7 @@ def build_pyramid(
                 f"backbone: {backbone} has its own merging and weights; give no other."
             )
         network, saved = load(backbone), saved_config(Path(backbone)) or {}
-        host = {name: saved[name] for name in ("architecture", "model_args")}
+        host = {"architecture": saved["architecture"], "model_args": host_arguments(saved)}
         known = saved.get("pretrained_cfg") or {}
         host["normalisation"] = {name: known[name] for name in ("mean", "std") if name in known}
         return Pyramid(network, strides, restore=restore, host=host)

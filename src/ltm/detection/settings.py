@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ltm.core.validation import require_least
 from ltm.models import changed, did_you_mean
 from ltm.training.settings import (
     MergingSettings,
     OptimSettings,
     RunSettings,
     check_training,
-    require_at_least,
     require_method,
 )
 
@@ -96,7 +96,7 @@ class DetectionSettings:
             ("batch_size", self.data.batch_size, 2 if self.detector.task == "ssdlite" else 1),
             ("image_size", min(self.detector.image_size), 32),
         ):
-            require_at_least(name, value, least)
+            require_least(name, value, least)
         if not 0.0 <= self.data.hflip <= 1.0:
             raise ValueError(f"hflip is {self.data.hflip}, but must be at least 0 and at most 1")
         if self.run.strategy == "fsdp":
@@ -136,8 +136,8 @@ class EvaluateDetectorSettings(PredictDetectorSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("batch_size", self.batch_size, 1)
-        require_at_least("workers", self.workers, 0)
+        require_least("batch_size", self.batch_size)
+        require_least("workers", self.workers, 0)
 
 
 def find_detection_recipe(name: str, task: Task | None = None) -> DetectionSettings:

@@ -14,6 +14,7 @@ from torchvision.models.detection.ssd import SSD
 from torchvision.models.detection.ssdlite import SSDLiteHead
 from torchvision.ops import Conv2dNormActivation
 
+from ltm.core.validation import require_least
 from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, clean_batch, in_full_precision
 
 _STRIDES = (16, 32)
@@ -59,8 +60,7 @@ class SSDLite(SSD):
             image_size: Height and width to which images are resized.
             options: torchvision's own (`score_thresh`, `nms_thresh`, `detections_per_img`, ...).
         """
-        if num_classes < 1:
-            raise ValueError(f"num_classes: got {num_classes}; at least 1 is needed.")
+        require_least("num_classes", num_classes)
         mean, std = pyramid.normalisation
         boxes = DefaultBoxGenerator([[2, 3] for _ in range(6)], min_ratio=0.2, max_ratio=0.95)
         backbone = _ExtendedPyramid(pyramid)

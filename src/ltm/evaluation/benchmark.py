@@ -165,24 +165,13 @@ def _configs(given: Method | Sequence[Method], ratio: float) -> dict[str, Method
     found: dict[str, MethodConfig] = {}
     for is_text, group in groupby(given, lambda method: isinstance(method, str)):
         if not is_text:
-            found |= {_words(value, ratio): value for value in cast("Iterator[Any]", group)}
+            found |= {value.words(ratio): value for value in cast("Iterator[Any]", group)}
             continue
         for text in split_methods(cast("Iterator[str]", group), _PUBLISHED_TOME):
             require_method(text, _PUBLISHED_TOME)
             ours = text.replace(_PUBLISHED_TOME, _PUBLISHED_TOME.removesuffix("-reference"), 1)
             found[text] = method_config(ours, ratio)
     return found
-
-
-def _words(config: MethodConfig, ratio: float) -> str:
-    """A method as commands write it: its name, and what differs from its defaults at the ratio."""
-    usual = type(config)(ratio=ratio).to_settings()
-    words = [
-        f"{name}={'+'.join(map(str, value)) if isinstance(value, tuple | list) else value}"
-        for name, value in config.to_settings().items()
-        if value is not None and value != usual.get(name)
-    ]
-    return f"{config.name}:{','.join(words)}" if words else config.name
 
 
 def _source(model: Network) -> nn.Module | ModelSource:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ltm.api import image_size_of
+from ltm.core.validation import require_least
 from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset, refuse_shared
 from ltm.data.images import ImageDataset
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import ImageSpec, image_spec
-from ltm.models import check_classes, require_least
+from ltm.models import check_classes
 
 MIN_IMAGES = 32
 """For calibration: fewer say more about themselves than about the network."""
@@ -89,7 +90,7 @@ def part_images(
     third of all, and the rest is evaluated.
     """
     require_least("images", images)
-    require_least("calibration-images", calibration_images, 0)
+    require_least("calibration_images", calibration_images, 0)
     dataset, calibration, reason = open_images(source, split, labelled=labelled), None, ""
     if calibration_images == 0:
         reason = "it is switched off"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ltm.core.cost import channels_of
+from ltm.core.validation import require_least
 from ltm.evaluation.modes import (
     MODES,
     Mode,
@@ -66,8 +67,7 @@ def interleaved(
     Over as many rounds as there are calls (twice as many if odd) each follows each equally often.
     Short calls are repeated within a turn until it lasts about `least_seconds`.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds is {rounds}: at least 1 is needed")
+    require_least("rounds", rounds)
     repeats = {}
     for name, call in calls.items():
         for _ in range(warmup):
@@ -224,8 +224,7 @@ class Conditions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype}: it must be one of {', '.join(DTYPES)}")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}: at least 1 is needed")
+        require_least("batch_size", self.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

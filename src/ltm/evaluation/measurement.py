@@ -110,6 +110,8 @@ class Measurements:
         images: Callable[[int], Tensor],
         modes: Sequence[str] = ("eager",),
         own: Mapping[str, Mode] | None = None,
+        *,
+        rounds: int = 15,
     ) -> None:
         """Time all networks in all modes, in interleaved rounds; `images` gives a batch by size.
 
@@ -123,7 +125,11 @@ class Measurements:
         ]
         for batch_size in batch_sizes:
             conditions = Conditions(
-                model=name, image_size=image_size_of(base), batch_size=batch_size, device=device
+                model=name,
+                image_size=image_size_of(base),
+                batch_size=batch_size,
+                device=device,
+                rounds=rounds,
             )
             batch = images(batch_size)
             self.timings += measure_latency(candidates, conditions, modes, images=batch)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ltm.models import require_least
+from ltm.core.validation import require_least
 
 Scope = Literal["model", "end-to-end", "training"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar, cast, get_type_hints
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -149,6 +149,10 @@ class Merger(nn.Module, ABC):
         """Whether the mask module has what it needs to do all its work."""
         return False
 
+    def unset(self) -> frozenset[str]:
+        """Names of its tensors that are as they were made: folders leave them out."""
+        return frozenset()
+
     def activate_(self) -> None:
         """Do all the work that a trained mask module does."""
 
@@ -263,7 +267,8 @@ class MethodConfig(ABC):
 
     How much to merge is said in one of four ways:
 
-    ratio: share of the original network's MACs, the method's own cost included. The default is 0.7.
+    ratio: share of the original network's MACs, the method's own cost included. The default is
+        0.7, or half of what can be saved on a network that cannot go so low.
     per_block: share of tokens that every block keeps (the paper's form; it compounds).
     counts: tokens left after each site, prefix excluded; `(height, width)` pairs on grids.
     num_tokens: tokens that leave a sequence network, prefix excluded, in the order of their
@@ -280,6 +285,8 @@ class MethodConfig(ABC):
     proportional_attention: bool = True
     """Weigh tokens in the attention by the number of patches they stand for."""
 
+    by_default: ClassVar[bool] = False
+    """Nobody said how much to merge: a network that cannot reach 0.7 may get what it can."""
     name: ClassVar[str]
     """What the method is called in commands and files; naming a class registers it."""
     title: ClassVar[str]
@@ -307,6 +314,7 @@ class MethodConfig(ABC):
             raise ValueError(f"{' and '.join(given)}: give one of {ways}.")
         if not given:
             object.__setattr__(self, "ratio", 0.7)
+            object.__setattr__(self, "by_default", True)
         for field in ("ratio", "per_block"):
             value = getattr(self, field)
             if value is not None:
@@ -333,6 +341,10 @@ class MethodConfig(ABC):
     @abstractmethod
     def build(self, site: Site) -> Merger:
         """The merger of one site."""
+
+    def left_out(self, sites: Sequence[Site]) -> str:
+        """What a network with such sites has to do without, and why; empty: nothing."""
+        return ""
 
     def keeps_grid(self) -> bool:
         """Whether this method's merged tokens form a rectangle again on grid networks."""
@@ -397,6 +409,13 @@ class MethodConfig(ABC):
         """
         return ""
 
+    def variations(self) -> Iterator[MethodConfig]:
+        """The same method with one setting changed at a time, for a calibration to try.
+
+        They leave as many tokens and cost as many multiply-adds.
+        """
+        return iter(())
+
     def choice_at(self, block: int) -> Hashable:
         """Which of its `choices` a site has."""
         return None
@@ -435,6 +454,19 @@ class MethodConfig(ABC):
         """Flat settings by name, as `from_settings` takes them."""
         return dataclasses.asdict(self)
 
+    def words(self, ratio: float | None = None) -> str:
+        """The method as commands write it: its name, and what differs from its defaults.
+
+        `ltm.models.method_config(words, ratio)` reads it back.
+        """
+        usual = type(self)(ratio=ratio).to_settings()
+        words = [
+            f"{name}={_written(value)}"
+            for name, value in self.to_settings().items()
+            if value != usual[name] and not (value is None and name in AMOUNTS)
+        ]
+        return f"{self.name}:{','.join(words)}" if words else self.name
+
     # What all methods share.
 
     def with_amount(
@@ -454,6 +486,13 @@ class MethodConfig(ABC):
         settings, usual = self.to_settings(), type(self)().to_settings()
         new = {name for name in self.later if settings[name] == usual[name]}
         return {"method": self.name, **{n: v for n, v in settings.items() if n not in new}}
+
+
+def _written(value: Any, between: str = "+") -> str:
+    """A setting as text: `3+5+8` for a sequence, `14x14` for a grid in one."""
+    if isinstance(value, tuple | list):
+        return between.join(_written(item, "x") for item in cast("Sequence[Any]", value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def config_from_dict(values: Mapping[str, Any], *, saved: bool = False) -> MethodConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ltm.models import require_least
+from ltm.core.validation import require_least
 
 
 @dataclass(frozen=True, kw_only=True)

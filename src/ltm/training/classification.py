@@ -43,6 +43,7 @@ from ltm.training.network import (
     Built,
     build,
     convert_,
+    count_classes,
     count_parameters,
     method_config,
     save_plain,
@@ -129,7 +130,11 @@ class Classification(Task):
 
     def open_data(self) -> None:
         self.splits = self._given_splits or open_splits(self.settings.data)
-        self.num_classes = self.splits.train.num_classes
+        found, given = self.splits.train, self._given_model
+        if given is None:
+            self.num_classes = count_classes(self.settings.model, found.class_names)
+        else:
+            self.num_classes = int(getattr(given, "num_classes", 0) or found.num_classes)
 
     def build(self, say: Say) -> nn.Module:
         settings = self.settings
@@ -164,6 +169,21 @@ class Classification(Task):
                 )
         if self._new_head:
             yield f"the head is new, for {self.num_classes} classes, and trains"
+        elif self.num_classes > (found := self.splits.train.num_classes):
+            yield (
+                f"the head is kept: folders are numbered, and name {found} of its "
+                f"{self.num_classes} classes; --num-classes {found} makes a new one"
+            )
+        if self._starts_at_random and trained < total:
+            yield (
+                "warning: the network has random weights, of which most do not train; start from "
+                "--pretrained or --weights"
+            )
+
+    @property
+    def _starts_at_random(self) -> bool:
+        model = self.settings.model
+        return self._given_model is None and model.weights is None and not model.pretrained
 
     def start(self, fabric: Fabric, model: nn.Module) -> Loader:
         settings, spec = self.settings, spec_of(self.settings, model)

@@ -11,7 +11,7 @@ from torch import nn
 from ltm import models
 from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
 from ltm.api.folders import CONFIG, WEIGHTS, read_tensors, saved_folder, write_folder
-from ltm.api.saving import names_for
+from ltm.api.saving import names_for, telling_names
 from ltm.core.cost import num_parameters
 from ltm.core.finite import require_finite
 from ltm.data.transforms import ImageSpec, image_spec
@@ -21,6 +21,7 @@ from ltm.models import (
     Say,
     create_model,
     head_parameters,
+    outline,
     read_weights,
     read_words,
     saved_config,
@@ -57,6 +58,32 @@ def build(settings: TrainSettings, num_classes: int, say: Say = silent) -> Built
         new = known.get("num_classes", num_classes) != num_classes
     convert_(model, settings, method)
     return Built(model, head_parameters(model) if new else frozenset())
+
+
+def count_classes(settings: ModelSettings, class_names: Sequence[str]) -> int:
+    """How many classes a run's network has: those of the data, or those of its weights.
+
+    Folders named by class index (0000, 0001) are some of the weights' classes, as `ltm evaluate`
+    takes them; whoever gives num_classes wants a head for the data alone.
+    """
+    found = len(class_names)
+    if settings.num_classes is not None or telling_names(class_names) is not None:
+        return found
+    return max(found, _classes_of_weights(settings))
+
+
+def _classes_of_weights(settings: ModelSettings) -> int:
+    """The number of classes that a network starts with; 0 where nothing is loaded."""
+    if settings.weights is not None and (path := Path(settings.weights)).is_dir():
+        return int((saved_config(saved_folder(path)) or {}).get("num_classes", 0))
+    made = outline(settings.name, read_words(settings.model_args, owner="model_args"))
+    if made is None:
+        return 0
+    if settings.weights is not None:
+        head, weights = head_parameters(made), read_weights(Path(settings.weights))
+        return max((len(value) for name, value in weights.items() if name in head), default=0)
+    known: Any = getattr(made, "pretrained_cfg", None) or {}
+    return int(known.get("num_classes", 0)) if settings.pretrained else 0
 
 
 def convert_(model: nn.Module, settings: TrainSettings, method: MethodConfig | None) -> None:

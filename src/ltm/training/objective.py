@@ -30,6 +30,7 @@ from ltm.api import (
     merging_off,
     observe_,
     statistical_mergers,
+    unmerged_copy,
     watching,
 )
 from ltm.core.cost import evaluating
@@ -59,6 +60,9 @@ class Objective:
     ) -> None:
         self.model, self.settings, self.smoothing = model, settings, smoothing
         self.merges = is_merging(model)
+        self.teacher = None
+        if settings.teacher == "self":
+            self.teacher = unmerged_copy(model).eval().requires_grad_(False)
 
     @cached_property
     def _mac_share(self) -> MacShare:
@@ -86,6 +90,10 @@ class Objective:
             logits = forward(images).float()
         entropy = self._cross_entropy(logits, targets)
         total = entropy
+        if self.teacher is not None:
+            with torch.no_grad():
+                taught = self.teacher(images).float()
+            total = self._divergence(logits, taught)
         if merging and self.settings.distill_weight > 0:
             weight = self.settings.distill_weight
             total = (1 - weight) * total + weight * self._distillation(logits, images)
@@ -116,6 +124,10 @@ class Objective:
         """KL divergence from the same network, as it stands, without merging."""
         with torch.no_grad(), evaluating(self.model), merging_off(self.model):
             teacher = self.model(images).float()
+        return self._divergence(logits, teacher)
+
+    def _divergence(self, logits: Tensor, teacher: Tensor) -> Tensor:
+        """KL divergence from a teacher's outputs."""
         temperature = self.settings.distill_temperature
         return temperature**2 * F.kl_div(
             F.log_softmax(logits / temperature, dim=1),

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar, cast
 
 import yaml
 
-from ltm.data.config import AugmentConfig, DataConfig, require, without_removed
+from ltm.core.validation import require, require_least
+from ltm.data.config import AugmentConfig, DataConfig, without_removed
 from ltm.models import changed, did_you_mean, plain, read_words
 
 
@@ -28,7 +29,8 @@ class ModelSettings:
     weights: str | None = None
     """Start from a local file in timm's keys, or from a folder that ltm wrote."""
     num_classes: int | None = None
-    """Must be what the data have, and is by default; a head of another size starts anew."""
+    """Must be what the data have, and is by default; a head of another size starts anew.
+    Without it, folders named by class index (0000, 0001) keep the head of the weights."""
     model_args: tuple[str, ...] = ()
     """Arguments of the timm model, name=value, such as img_size=64 depth=4."""
     drop_path: float = 0.0
@@ -68,8 +70,9 @@ class MergeSettings(MergingSettings):
 class TuneSettings:
     """Which parameters train."""
 
-    trainable: Literal["all", "mergers"] = "all"
-    """Everything, or the mask modules alone, normalisation layers left as they are."""
+    trainable: Literal["all", "mergers", "norms"] = "all"
+    """Everything; the mask modules alone, normalisation layers left as they are; or mask modules
+    and the weights of normalisation layers."""
     unfreeze: tuple[str, ...] = ()
     """Patterns of further parameters that train, such as head.* or blocks.11.*"""
     lora_rank: int = 0
@@ -118,6 +121,9 @@ class ObjectiveSettings:
 
     bound_weight: float = 0.0
     """Weight of the information-bottleneck bound IBB, averaged over the sites."""
+    teacher: Literal["none", "self"] = "none"
+    """self: the network as it was before training, without merging, teaches; labels are not used.
+    The loss is the KL divergence from its outputs, at distill_temperature."""
     distill_weight: float = 0.0
     """Share of self-distillation from the same network without merging."""
     distill_temperature: float = 1.0
@@ -164,9 +170,9 @@ class TrainSettings:
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
         check_training(self.merge, self.optim, self.run)
-        require_at_least("statistics_images", self.merge.statistics_images, 1)
-        require_at_least("lora_rank", self.tune.lora_rank, 0)
-        require_at_least("bound_weight", self.objective.bound_weight, 0)
+        require_least("statistics_images", self.merge.statistics_images)
+        require_least("lora_rank", self.tune.lora_rank, 0)
+        require_least("bound_weight", self.objective.bound_weight, 0)
         temperature = self.objective.distill_temperature
         require(temperature > 0, "distill_temperature", temperature, "positive")
         _require_share("drop_path", self.model.drop_path)
@@ -174,6 +180,10 @@ class TrainSettings:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        if self.objective.teacher == "self" and self.objective.distill_weight:
+            raise ValueError("distill_weight: with teacher=self there is no other loss to share")
+        if self.objective.teacher == "self" and self.run.strategy == "fsdp":
+            raise ValueError("teacher=self needs a whole copy of the network; use strategy=ddp")
         if self.run.strategy == "fsdp" and self.optim.ema:
             raise ValueError("ema needs whole copies of the model; use strategy=ddp or ema=0")
         if self.run.strategy == "fsdp" and (self.tune.trainable != "all" or self.tune.lora_rank):
@@ -194,12 +204,12 @@ class TrainSettings:
 
 def check_training(merge: MergingSettings, optim: OptimSettings, run: RunSettings) -> None:
     """Refuse settings with which nothing can be trained."""
-    require_at_least("epochs", optim.epochs, 1)
-    require_at_least("accumulate", optim.accumulate, 1)
-    require_at_least("devices", run.devices, 1)
-    require_at_least("warm_epochs", merge.warm_epochs, 0)
-    require_at_least("noise", merge.noise, 0)
-    require_at_least("clip", optim.clip, 0)
+    require_least("epochs", optim.epochs)
+    require_least("accumulate", optim.accumulate)
+    require_least("devices", run.devices)
+    require_least("warm_epochs", merge.warm_epochs, 0)
+    require_least("noise", merge.noise, 0)
+    require_least("clip", optim.clip, 0)
     require(optim.lr > 0, "lr", optim.lr, "positive")
     _require_share("ema", optim.ema)
     require_method(merge.method)
@@ -216,11 +226,6 @@ def require_method(name: str, *, fitted: bool = True) -> None:
     known = [word for word, method in every if fitted or not method().needs_images()] + ["none"]
     if name not in known:
         raise ValueError(f"merge.method is {name!r}; choose from {', '.join(known)}")
-
-
-def require_at_least(name: str, value: float, least: float) -> None:
-    """Refuse a value below the least."""
-    require(value >= least, name, value, f"at least {least}")
 
 
 def _require_share(name: str, value: float) -> None:

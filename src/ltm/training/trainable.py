@@ -55,7 +55,14 @@ def chosen_parameters(model: nn.Module, settings: TuneSettings) -> set[str]:
     names = [name for name, _ in model.named_parameters()]
     if settings.trainable == "all":
         return set(names)
-    chosen = {name for name in names if in_merger(name)} if is_merging(model) else set()
+    chosen = {name for name in names if in_merger(name)} if is_merging(model) else set[str]()
+    if settings.trainable == "norms":
+        chosen |= {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            if isinstance(module, _NORMS)
+            for name, _ in module.named_parameters(recurse=False)
+        }
     for pattern in settings.unfreeze:
         matched = {name for name in names if fnmatchcase(name, pattern)}
         if not matched:

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ltm.adapters.base import Layout
 from ltm.api import conversion_of
 from ltm.core.cost import meta_copy, meta_images, run_on_meta
-from ltm.core.schedule import Grid
+from ltm.core.schedule import Grid, grid_counts, halve
+from ltm.deployment.prediction import likeliest
 from ltm.evaluation.latency import interleaved, speedup, spread, verdict
 from ltm.report.pictures import Pixels, prepare
 from ltm.report.tracing import SiteMap, at_block, trace
@@ -89,9 +90,9 @@ def inspect(
 
 
 def _guesses(logits: Tensor, names: tuple[str, ...]) -> tuple[Guess, ...]:
-    best = logits[0].float().softmax(-1).topk(min(_TOP, len(names)))
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple(Guess(name=names[int(index)], probability=value) for index, value in pairs)
+    indices, values = (found.tolist() for found in likeliest(logits[0], _TOP))
+    pairs = zip(indices, values, strict=True)
+    return tuple(Guess(name=names[index], probability=value) for index, value in pairs)
 
 
 _COUNTED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
@@ -123,7 +124,7 @@ def _tokens(layout: Layout, sites: Sequence[SiteMap], merging: nn.Module) -> tup
     grid, shown, found = _entry(layout), None, []
     for index, block in enumerate(layout.blocks):
         if index and block.stage != layout.blocks[index - 1].stage:
-            grid, shown = _halved(grid, 1), None
+            grid, shown = halve(grid), None
         shown = maps.get(index, shown)
         found.append(shown or at_block((), index, grid, 1))
         grid = merged_grids.get(index) or grid
@@ -136,11 +137,6 @@ def _entry(layout: Layout) -> Grid:
     return layout.entry or layout.runs[0].grid
 
 
-def _halved(grid: Grid, times: int) -> Grid:
-    """The grid some stages later: sides halve, odd ones are padded."""
-    return -(-grid[0] // 2**times), -(-grid[1] // 2**times)
-
-
 def _layers(
     network: ShownNetwork,
     left: Sequence[SiteMap],
@@ -148,7 +144,7 @@ def _layers(
     after: dict[str, int],
 ) -> tuple[Layer, ...]:
     layout = network.layout
-    grids = [_halved(_entry(layout), block.stage) for block in layout.blocks]
+    grids = grid_counts([0.0] * len(layout.blocks), _entry(layout), layout.stage_sizes)
     return tuple(
         Layer(
             block=index,

@@ -32,8 +32,8 @@ from ltm.adapters.blocks import (
     revert_block_,
 )
 from ltm.adapters.conversion import ATTRIBUTE, described
-from ltm.adapters.sequences import pool_by_size
 from ltm.core.attention import hints_of, size_bias
+from ltm.core.merge import pool_by_size
 from ltm.methods.base import MethodConfig, Site
 
 _BIASED = ("sdpa", "eager")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -29,7 +29,7 @@ from ltm.methods.base import (
 )
 from ltm.methods.ltm.learned import Learned, LearnedMerger
 from ltm.methods.ltm.matched import Choice, Matched, MatchingMerger, Operator, UnimportantMerger
-from ltm.methods.ltm.step import Informative
+from ltm.methods.ltm.step import Informative, has_too_many
 
 # Where merging hurts least on pretrained ViTs: nothing in the first quarter, most in the middle.
 PROFILE_DEPTH = (3 / 12, 5 / 12, 8 / 12)
@@ -39,6 +39,13 @@ FEW_SITES_DOWN_TO = 0.45
 MANY_DEPTH = (2 / 12, 3 / 12, 5 / 12, 7 / 12, 9 / 12)
 # Strong merging is best spread evenly: the profile gives way to equal shares between these ratios.
 PROFILE_DOWN_TO, EQUAL_FROM = 0.65, 0.55
+
+
+# Values of the matching's settings that a calibration tries.
+LADDERS = {
+    "attended": (0.25, 0.5, 0.75, 1.0, 1.5),
+    "size_power": (0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+}
 
 
 _PHRASES: dict[Operator, str] = {
@@ -150,6 +157,15 @@ class LTM(MethodConfig):
     def counting(self) -> float:
         return 1.0 if self.is_learned(grid=False) else self.matched.size_power
 
+    def left_out(self, sites: Sequence[Site]) -> str:
+        classes = max((site.num_classes for site in sites), default=0)
+        if not isinstance(self.weights, Informative) or not has_too_many(classes):
+            return ""
+        return (
+            f"weights: the informative step is left out, because its table of {classes} x "
+            f"{classes} classes is too large: tokens weigh as with weights='uniform'."
+        )
+
     def keeps_grid(self) -> bool:
         return self.is_learned(grid=True)
 
@@ -176,6 +192,23 @@ class LTM(MethodConfig):
             return "a learned support on a sequence has no schedule to search"
         return ""
 
+    def variations(self) -> Iterator[LTM]:
+        """One step up or down in one setting of the matching."""
+        if isinstance(self.support, Learned):
+            return
+        for name, ladder in LADDERS.items():
+            value = getattr(self.matched, name)
+            below = [other for other in ladder if other < value]
+            above = [other for other in ladder if other > value]
+            for other in (*below[-1:], *above[:1]):
+                matched = dataclasses.replace(self.matched, **{name: other})
+                yield dataclasses.replace(self, support=self._supporting(matched))
+
+    def _supporting(self, matched: Matched) -> Support | None:
+        """The support with another matching."""
+        alone = isinstance(self.support, Matched)
+        return matched if alone else _by_family(matched, self.learned)
+
     def scheduled(
         self,
         *,
@@ -185,16 +218,15 @@ class LTM(MethodConfig):
         choices: tuple[Hashable, ...] = (),
     ) -> LTM:
         chosen = [choice for choice in choices if isinstance(choice, Choice)]
-        support = self.support
-        if not isinstance(support, Learned):
-            matched = dataclasses.replace(
-                self.matched,
-                operators=tuple(choice.operator for choice in chosen) or None,
-                protections=tuple(choice.protection for choice in chosen) or None,
-            )
-            alone = isinstance(support, Matched)
-            support = matched if alone else _by_family(matched, self.learned)
         amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
+        if isinstance(self.support, Learned):
+            return dataclasses.replace(self, sites=sites, **amount)
+        matched = dataclasses.replace(
+            self.matched,
+            operators=tuple(choice.operator for choice in chosen) or None,
+            protections=tuple(choice.protection for choice in chosen) or None,
+        )
+        support = self._supporting(matched)
         return dataclasses.replace(self, sites=sites, support=support, **amount)
 
     def describe(self, site: Site) -> str:

@@ -110,6 +110,17 @@ class InformativeStep(nn.Module):
         if f"{prefix}costs" in state_dict:
             self.refresh_()
 
+    def unset(self) -> frozenset[str]:
+        """Names of its tensors that are as they were made; none while it is active."""
+        if self.active:
+            return frozenset()
+        start = {"gain": self.settings.gain}
+        return frozenset(
+            name
+            for name, value in self.state_dict().items()
+            if torch.equal(value, torch.full_like(value, start.get(name, 0)))
+        )
+
     def step(self, labels: Tensor | None) -> Step | None:
         """What the step needs to know, `labels` being true ones; None without statistics."""
         if not self.active:
@@ -136,15 +147,9 @@ class LTMMerger(StatisticalMerger):
         self.statistics: ClassStatistics | None = None
 
     def _new_step(self) -> InformativeStep | None:
-        if self.weights is None or self.site.num_classes < 1:
-            return None
         classes = self.site.num_classes
-        require_room(  # 1.8 GB a block at ImageNet's 21,841 classes
-            classes**2,
-            f"weights: got Informative(); its table of {classes} x {classes} classes",
-            f"block {self.site.block}",
-            "use weights='uniform', or give the network its own classes first.",
-        )
+        if self.weights is None or classes < 1 or has_too_many(classes):
+            return None
         return InformativeStep(self.site, self.feature_width(), self.weights)
 
     def reset_classes_(self, num_classes: int) -> None:
@@ -241,6 +246,10 @@ class LTMMerger(StatisticalMerger):
     def active(self) -> bool:
         return self.informative is not None and self.informative.active
 
+    def unset(self) -> frozenset[str]:
+        names = () if self.informative is None else self.informative.unset()
+        return frozenset(f"informative.{name}" for name in names)
+
     def activate_(self) -> None:
         if self.informative is not None:
             self.informative.active = True
@@ -267,6 +276,11 @@ class LTMMerger(StatisticalMerger):
         if self.informative is not None:
             self.informative.active = any(name.startswith("informative.") for name in saved)
         return self.frozen(None, None)
+
+
+def has_too_many(num_classes: int) -> bool:
+    """Whether the step's table would take too much memory: 1.8 GB a block at 21,841 classes."""
+    return 4 * num_classes**2 > TABLE_LIMIT
 
 
 def require_room(numbers: int, what: str, where: str, instead: str) -> None:

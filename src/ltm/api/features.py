@@ -1,0 +1,48 @@
+"""Features of a converted network: their mean, and all patches again."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ltm.adapters.blocks import Tokens
+from ltm.api.conversion import conversion_of
+from ltm.core.merge import pool_by_size, restore_through
+
+
+def pool_tokens(model: nn.Module, features: Tensor) -> Tensor:
+    """The mean of the patch tokens, `b t c -> b c`, each weighing as many patches as it stands for.
+
+    The features are those of the last forward, or what an earlier `forward_features` returned.
+    """
+    tokens, num_prefix = _known(model, features)
+    patches = features[:, num_prefix:]
+    if tokens.size is None:
+        return patches.mean(dim=1)
+    return pool_by_size(patches, tokens.size[:, num_prefix:], "avg")
+
+
+def restore_tokens(model: nn.Module, features: Tensor) -> Tensor:
+    """A token for each patch, `b t c -> b n c`, as the original network gives them.
+
+    Patches that were merged have the same token; prefix tokens come first, as they did.
+    """
+    tokens, _ = _known(model, features)
+    return restore_through(tokens.merges, features)
+
+
+def _known(model: nn.Module, features: Tensor) -> tuple[Tokens, int]:
+    done = conversion_of(model)
+    if features.ndim != 3:
+        raise ValueError(
+            f"features: got {features.ndim} dimensions; tokens of a sequence have 3. Maps of grid "
+            "networks have their full size in forward_intermediates."
+        )
+    tokens = done.leaving(features)
+    left = features.shape[1] if tokens.size is None else tokens.size.shape[1]
+    batch = 1 if tokens.size is None else tokens.size.shape[0]
+    if left != features.shape[1] or batch not in (1, features.shape[0]):
+        raise ValueError(
+            f"features: got {tuple(features.shape[:2])} images and tokens; the last forward left "
+            f"{left} tokens of {batch} images. Give what it returned."
+        )
+    return tokens, done.sites[0].num_prefix if done.sites else 0

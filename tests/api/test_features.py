@@ -1,0 +1,79 @@
+"""Features of converted networks: their mean, all patches again, and a word about it."""
+
+import warnings
+
+import pytest
+import timm
+import torch
+
+import ltm
+from toys import pictures, size_of, toy
+
+UNPOOLED = {"num_classes": 0, "global_pool": "", "img_size": 64, "depth": 4}
+
+
+@pytest.mark.parametrize("name", ["pooled", "relative_shared", "beit", "naflex"])
+@torch.no_grad()
+def test_the_mean_of_tokens_is_that_of_the_pool(name):
+    model, images = toy(name), pictures(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.7), size_of(name))
+    features = model.forward_features(images)
+    model(images.flip(0))
+    logits = model.head(model.fc_norm(ltm.pool_tokens(model, features)))
+    torch.testing.assert_close(logits, model(images))
+
+
+@torch.no_grad()
+def test_restored_tokens_are_those_of_the_original_where_nothing_merged():
+    model, images = toy("vit"), pictures("vit")
+    shape = model.forward_features(images).shape
+    ltm.merge_tokens_(model, ltm.LTM(counts=(20,), sites=(3,)))
+    features = model.forward_features(images)
+    whole = ltm.restore_tokens(model, features)
+    assert whole.shape == shape
+    sizes = model.token_merging.sizes
+    assert sizes.shape == features.shape[:2]
+    assert bool((sizes[:, 1:].sum(dim=1) == 36).all())
+    torch.testing.assert_close(whole[:, 1:].mean(dim=1), ltm.pool_tokens(model, features))
+    torch.testing.assert_close(whole[:, 0], features[:, 0])
+
+
+@torch.no_grad()
+def test_features_of_other_forwards_and_maps_are_refused():
+    model = toy("vit")
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.7))
+    model(pictures("vit"))
+    with pytest.raises(ValueError, match="features: got"):
+        ltm.pool_tokens(model, torch.randn(2, 37, 32))
+    with pytest.raises(ValueError, match="forward_intermediates"):
+        ltm.restore_tokens(model, torch.randn(2, 9, 9, 32))
+
+
+@torch.no_grad()
+def test_a_network_without_a_pool_says_once_that_its_tokens_are_merged():
+    model = timm.create_model("vit_tiny_patch16_224", **UNPOOLED).eval()
+    images = torch.randn(1, 3, 64, 64)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.8))
+    with pytest.warns(UserWarning, match=r"ltm\.pool_tokens"):
+        model(images)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.forward_features(images)
+
+
+def test_a_default_that_is_out_of_reach_is_adapted_and_said():
+    with torch.device("meta"):
+        model = timm.create_model("efficientvit_l1")
+    with pytest.warns(UserWarning, match="cannot go below"):
+        report = ltm.merge_tokens_(model, ltm.LTM())
+    assert report.share <= ltm.api.conversion_of(model).config.ratio < 0.9
+    ltm.unmerge_tokens_(model)
+    with pytest.raises(ValueError, match="cannot go below"):
+        ltm.merge_tokens_(model, ltm.LTM(ratio=0.7))
+
+
+def test_too_many_classes_for_the_informative_step_are_said():
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", num_classes=11221)
+    with pytest.warns(UserWarning, match="the informative step is left out"):
+        ltm.merge_tokens_(model, ltm.LTM())
