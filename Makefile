@@ -11,7 +11,7 @@ test all quick fuzz soak coverage: export OMP_NUM_THREADS ?= 1
 # In order of name: by number of tests, the files with few but long ones would come last, and wait for one another.
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test all quick fuzz soak registry tables check lint coverage clean
+.PHONY: demo test all quick fuzz soak registry tables docs check lint coverage clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -51,13 +51,18 @@ lint: $(INSTALLED)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-check: lint test
+# The site, into site/. Warnings are errors.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict --quiet
+
+check: lint docs test
 
 coverage: $(INSTALLED)
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered
 
 clean:
-	rm -rf $(VENV) build dist htmlcov .coverage .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site htmlcov .coverage .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # Touched only after a complete install, so a second run does nothing and a broken one starts over.
 $(INSTALLED): pyproject.toml
