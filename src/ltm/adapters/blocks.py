@@ -342,6 +342,7 @@ class MergingMixin(nn.Module):
             parts = range(slot.num_projections)
             projected = [slot.state.take_projected(slot.index, part) for part in parts]
             found = self.look(*projected, hints.size, merger.needs, **context)
+            del projected  # as large as all that a merger makes
             hints = dataclasses.replace(hints, **found)
         return merger(z, hints)
 

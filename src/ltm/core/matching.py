@@ -22,6 +22,7 @@ alternate matching; z tokens, m sizes, a attention received.
 # ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +37,10 @@ from ltm.kernels.dispatch import is_recorded, operator, uses_triton
 
 _LEAST_SHARE = 1e-4
 """Attention below this part of an even share counts as this much, so that no weight vanishes."""
+_MOST_PAIRS = 2**18
+"""Pairs of tokens of an image that are stored at once; longer sequences go tile by tile."""
+_FEWEST_ROWS = 64
+"""Tokens of a tile that are compared with all others, however many those are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +147,9 @@ def match_least_harm(
         )
     alternate = rule.alternate and rule.num_leaving <= num_patches // 2
     find = _least_harm_alternate if alternate else _least_harm_free
-    size, attention = (None if x is None else x[:, k:] for x in (size, attention))
-    return _with_prefix(*find(tokens[:, k:], size, attention, rule), rule.num_leaving, k)
+    size, attention = (None if x is None else x[:, k:].detach() for x in (size, attention))
+    patches = tokens[:, k:].detach()
+    return _with_prefix(*find(patches, size, attention, rule), rule.num_leaving, k)
 
 
 def match_unimportant(
@@ -153,7 +159,7 @@ def match_unimportant(
 
     For spreading merged tokens back, each belongs to the token that stays before it.
     """
-    leaves = _smallest(attention, num_leaving)
+    leaves = _marked(attention, _smallest(attention, num_leaving))
     # In order, a token that leaves has the place of the last one that stayed before it.
     itself = torch.arange(leaves.shape[1], device=leaves.device)
     first = (~leaves).float().argmax(dim=1, keepdim=True)
@@ -187,12 +193,43 @@ def squared_distances(
     first: Float[Tensor, "b f c"], second: Float[Tensor, "b s c"] | None = None
 ) -> Float[Tensor, "b f s"]:
     """`|x_i - y_j|^2` in one product; between all of the first where there is no second."""
-    own = first.float().square().sum(-1)
-    theirs = own if second is None else second.float().square().sum(-1)
-    product = first @ (first if second is None else second).mT
+    own = _squares(first)
+    second, theirs = (first, own) if second is None else (second, _squares(second))
+    return _apart(first, own, second, theirs)
+
+
+def _squares(x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n"]:
+    return x.float().square().sum(-1)
+
+
+def _apart(first: Tensor, own: Tensor, second: Tensor, theirs: Tensor) -> Tensor:
+    """Squared distances of tokens whose squared lengths are known."""
+    product = first @ second.mT
     apart = (own[:, :, None] + theirs[:, None]).to(product.dtype).sub(product, alpha=2)
     # What is not finite is far from everything, but not as far as what is closed.
     return _finite_or(apart, torch.finfo(apart.dtype).max)
+
+
+def _tiles(num_rows: int, num_columns: int) -> list[slice]:
+    """The rows of each tile of pairs. An exported graph has one tile: it cannot loop."""
+    step = max(_FEWEST_ROWS, _MOST_PAIRS // max(num_columns, 1))
+    if is_recorded() or num_rows <= step:
+        return [slice(0, num_rows)]
+    return [slice(first, first + step) for first in range(0, num_rows, step)]
+
+
+def _best_per_row(
+    tiles: list[slice], find: Callable[[slice], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """The best value of the rows of every tile, and who has it."""
+    values, who = zip(*map(find, tiles), strict=True)
+    return torch.cat(values, dim=1), torch.cat(who, dim=1)
+
+
+def _per_row(tiles: list[slice], find: Callable[[slice], Tensor]) -> Tensor:
+    """What is found for the rows of every tile, `b rows ...`."""
+    found = [find(rows) for rows in tiles]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
 def _finite_or(x: Tensor, value: float) -> Tensor:
@@ -203,33 +240,59 @@ def _finite_or(x: Tensor, value: float) -> Tensor:
 def _least_harm_free(
     tokens: Tensor, size: Tensor | None, attention: Tensor | None, rule: Rule
 ) -> tuple[Bool[Tensor, "b n"], Int[Tensor, "b n"]]:
-    distance = squared_distances(_centred(tokens))
+    unit = _centred(tokens)
+    squares, tiles = _squares(unit), _tiles(unit.shape[1], unit.shape[1])
+    whole = _apart(unit, squares, unit, squares) if len(tiles) == 1 else None
     # Of two alike the one that matters less leaves, so that they do not leave to each other.
-    rank = torch.arange(distance.shape[1], device=distance.device)[None]
+    rank = torch.arange(unit.shape[1], device=unit.device)[None]
     if attention is not None:
         rank = attention.argsort(dim=1, stable=True).argsort(dim=1)
-    closed = _absent(rank[:, :, None] >= rank[:, None, :], size)
-    cost = distance if size is None else distance * _ward(size, size)
-    cost = cost.masked_fill(closed, torch.inf).amin(dim=-1)
-    seen = _seen(cost, attention, rule.protection)
+
+    def least(rows: slice) -> Float[Tensor, "b rows"]:
+        distance = whole
+        if distance is None:
+            distance = _apart(unit[:, rows], squares[:, rows], unit, squares)
+        closed = _absent(rank[:, rows, None] >= rank[:, None, :], size)
+        cost = distance if size is None else distance * _ward(size[:, rows], size)
+        return cost.masked_fill(closed, torch.inf).amin(dim=-1)
+
+    seen = _seen(_per_row(tiles, least), attention, rule.protection)
     if size is not None:
         seen = seen.masked_fill(size <= 0, 0)  # what is not there leaves first
-    leaves = _smallest(seen, rule.num_leaving)
-    target = distance.masked_fill(_absent(leaves[:, None], size), torch.inf).argmin(dim=-1)
-    return leaves, target
+    chosen = _smallest(seen, rule.num_leaving)
+    leaves = _marked(seen, chosen)
+    closed = _absent(leaves[:, None], size)
+    if whole is not None:
+        return leaves, whole.masked_fill(closed, torch.inf).argmin(dim=-1)
+    leaving = unit.gather(1, chosen[..., None].expand(-1, -1, unit.shape[2]))
+    own = squares.gather(1, chosen)
+
+    def nearest(rows: slice) -> Int[Tensor, "b rows"]:
+        distance = _apart(leaving[:, rows], own[:, rows], unit, squares)
+        return distance.masked_fill(closed, torch.inf).argmin(dim=-1)
+
+    found = _per_row(_tiles(rule.num_leaving, unit.shape[1]), nearest)
+    return leaves, torch.zeros_like(leaves, dtype=found.dtype).scatter(1, chosen, found)
 
 
 def _least_harm_alternate(
     tokens: Tensor, size: Tensor | None, attention: Tensor | None, rule: Rule
 ) -> tuple[Bool[Tensor, "b n"], Int[Tensor, "b n"]]:
     unit = _centred(tokens)
-    distance = squared_distances(unit[:, ::2], unit[:, 1::2])
-    if size is not None:
-        distance = distance * _ward(size[:, ::2], size[:, 1::2])
-        distance = distance.masked_fill((size[:, 1::2] <= 0)[:, None], torch.inf)
-    cost, partner = distance.min(dim=-1)
+    (first, second), (own, theirs) = ((x[:, ::2], x[:, 1::2]) for x in (unit, _squares(unit)))
+    sizes = None if size is None else (size[:, ::2], size[:, 1::2])
+
+    def best(rows: slice) -> tuple[Tensor, Tensor]:
+        distance = _apart(first[:, rows], own[:, rows], second, theirs)
+        if sizes is not None:
+            distance = distance * _ward(sizes[0][:, rows], sizes[1])
+            distance = distance.masked_fill((sizes[1] <= 0)[:, None], torch.inf)
+        return distance.min(dim=-1)
+
+    cost, partner = _best_per_row(_tiles(first.shape[1], second.shape[1]), best)
     even = None if attention is None else attention[:, ::2]
-    chosen = _smallest(_seen(cost, even, rule.protection), rule.num_leaving)
+    seen = _seen(cost, even, rule.protection)
+    chosen = _marked(seen, _smallest(seen, rule.num_leaving))
     leaves = torch.zeros(unit.shape[:2], dtype=torch.bool, device=unit.device)
     target = torch.zeros(unit.shape[:2], dtype=partner.dtype, device=unit.device)
     leaves[:, ::2], target[:, ::2] = chosen, 2 * partner + 1
@@ -265,8 +328,11 @@ def _seen(
     return cost * attention.float().clamp_min(1e-12) ** protection
 
 
-def _smallest(values: Float[Tensor, "b n"], number: int) -> Bool[Tensor, "b n"]:
-    chosen = values.topk(number, dim=1, largest=False).indices
+def _smallest(values: Float[Tensor, "b n"], number: int) -> Int[Tensor, "b r"]:
+    return values.topk(number, dim=1, largest=False).indices
+
+
+def _marked(values: Float[Tensor, "b n"], chosen: Int[Tensor, "b r"]) -> Bool[Tensor, "b n"]:
     return torch.zeros_like(values, dtype=torch.bool).scatter(1, chosen, 1)
 
 
@@ -294,11 +360,16 @@ def alternate_sides(
 
     Prefix tokens take part on neither side. The partner is a position in the whole sequence.
     """
-    unit = torch.nn.functional.normalize(metric.float(), dim=-1)
-    scores = unit[:, ::2] @ unit[:, 1::2].mT
+    unit = torch.nn.functional.normalize(metric.detach().float(), dim=-1)
+    first, second = unit[:, ::2], unit[:, 1::2]
     even_prefix, odd_prefix = (num_prefix + 1) // 2, num_prefix // 2
-    scores[:, :, :odd_prefix] = -torch.inf
-    best, partner = scores.max(dim=-1)
+
+    def most_similar(rows: slice) -> tuple[Tensor, Tensor]:
+        scores = first[:, rows] @ second.mT
+        scores[:, :, :odd_prefix] = -torch.inf
+        return scores.max(dim=-1)
+
+    best, partner = _best_per_row(_tiles(first.shape[1], second.shape[1]), most_similar)
     best[:, :even_prefix] = -torch.inf
     return best, 2 * partner + 1
 
@@ -366,15 +437,29 @@ def match_freely(
             f"num_leaving: got {num_leaving}; of {num_tokens - num_prefix} tokens at most "
             f"{num_tokens - num_prefix - 1} can leave."
         )
-    unit = torch.nn.functional.normalize(metric.float(), dim=-1)
-    scores = unit @ unit.mT
-    scores[:, :, :num_prefix] = -torch.inf
-    place = torch.arange(num_tokens, device=metric.device)
-    best = scores.masked_fill(place[:, None] >= place, -2.0).amax(dim=-1)
+    unit = torch.nn.functional.normalize(metric.detach().float(), dim=-1)
+    place, tiles = torch.arange(num_tokens, device=metric.device), _tiles(num_tokens, num_tokens)
+
+    def similarity(rows: slice) -> Float[Tensor, "b rows t"]:
+        scores = unit[:, rows] @ unit.mT
+        scores[:, :, :num_prefix] = -torch.inf
+        return scores
+
+    whole = similarity(tiles[0]) if len(tiles) == 1 else None
+
+    def redundancy(rows: slice) -> Float[Tensor, "b rows"]:
+        scores = similarity(rows) if whole is None else whole
+        return scores.masked_fill(place[rows, None] >= place, -2.0).amax(dim=-1)
+
+    best = _per_row(tiles, redundancy)
     best[:, :num_prefix] = -torch.inf
-    chosen = best.topk(num_leaving, dim=1).indices
-    leaves = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, 1)
-    target = scores.masked_fill(leaves[:, None, :], -torch.inf).argmax(dim=-1)
+    leaves = _marked(best, best.topk(num_leaving, dim=1).indices)
+
+    def nearest(rows: slice) -> Int[Tensor, "b rows"]:
+        scores = similarity(rows) if whole is None else whole
+        return scores.masked_fill(leaves[:, None, :], -torch.inf).argmax(dim=-1)
+
+    target = _per_row(tiles, nearest)
     return Match(leaves=leaves, target=target, num_leaving=num_leaving, num_prefix=num_prefix)
 
 
@@ -502,7 +587,8 @@ def _pair_flops(tokens: list[int], num_leaving: int, num_prefix: int, *, alterna
     b, n, c = tokens[0], tokens[1] - num_prefix, tokens[2]
     if alternate and num_leaving <= n // 2:
         return 2 * b * (n // 2) * (n - n // 2) * c
-    return 2 * b * n**2 * c
+    again = num_leaving if len(_tiles(n, n)) > 1 else 0  # those that leave are compared once more
+    return 2 * b * (n + again) * n * c
 
 
 @register_flop_formula(torch.ops.ltm.assign)

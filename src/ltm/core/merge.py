@@ -195,8 +195,9 @@ class MatchedMerge(Merge):
 
     def _add(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         """Sums over the groups."""
-        if x.is_cuda and x.shape[-1] > 1:
-            # One product of a 0/1 matrix: many times faster than scattering on a GPU.
+        if x.is_cuda and self.num_places < x.shape[-1]:
+            # One product of a 0/1 matrix: many times faster than scattering on a GPU. Of long
+            # sequences the matrix would be larger than the tokens.
             places = torch.arange(self.num_places, device=x.device)
             return (self.assignment[:, None] == places[:, None]).to(x.dtype) @ x
         index = self.assignment[..., None].expand(-1, -1, x.shape[-1])
