@@ -1,12 +1,17 @@
 """Matching: who leaves, where to, and in which order the rest stays."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from ltm.core import matching
 from ltm.core.matching import (
+    Rule,
     match_alternate,
     match_freely,
+    match_least_harm,
     match_most_similar,
     max_leaving,
     merge_in_order,
@@ -109,3 +114,28 @@ def test_identical_tokens_do_not_break_the_order():
     merge = merge_sides_apart(match_alternate(x, 5), torch.ones(2, 16))
     assert merge.assignment.min() == 0
     assert merge.assignment.max() == merge.num_places - 1
+
+
+@pytest.mark.parametrize("num_prefix", [0, 1, 2])
+@pytest.mark.parametrize("known", [False, True])
+def test_tiles_of_pairs_decide_as_all_pairs_at_once(num_prefix, known, monkeypatch):
+    torch.manual_seed(num_prefix)
+    x = torch.randn(2, 150 + num_prefix, 24)
+    size = torch.randint(0, 4, x.shape[:2]).float() if known else None
+    attention = torch.rand(x.shape[:2]) if known else None
+
+    def decide():
+        for num_leaving, alternate in itertools.product((0, 40, 100), (False, True)):
+            rule = Rule(
+                num_leaving=num_leaving, num_prefix=num_prefix, protection=1, alternate=alternate
+            )
+            yield match_least_harm(x, rule, size=size, attention=attention)
+        yield match_alternate(x, 50, num_prefix=num_prefix)
+        yield match_freely(x, 100, num_prefix=num_prefix)
+
+    whole = list(decide())
+    monkeypatch.setattr(matching, "_FEWEST_ROWS", 7)
+    monkeypatch.setattr(matching, "_MOST_PAIRS", 7 * 150)
+    for one, other in zip(whole, decide(), strict=True):
+        assert torch.equal(one.leaves, other.leaves)
+        assert torch.equal(one.target[one.leaves], other.target[one.leaves])
