@@ -18,7 +18,7 @@ from ltm.core.mask_gradient import weigh
 from ltm.core.matching import Rule, by_attention, match_least_harm, merge_in_order
 from ltm.core.merge import GridMerge, members_of
 from ltm.kernels import dispatch, triton as kernels
-from ltm.kernels.dispatch import enable
+from ltm.kernels.dispatch import enable, is_map
 from ltm.methods.base import Site
 from ltm.methods.ltm.learned import Axis
 from ltm.methods.ltm.step import InformativeStep
@@ -301,7 +301,7 @@ def placed(images, k, dtype, prune=False, bare=False, num_leaving=15, **settings
 
 
 @torch.no_grad()
-def grid(sides, places, channels, weighed, images=3, dtype=torch.float32):
+def grid(sides, places, channels, weighed, images=3, dtype=torch.float32, as_map=False):
     """The merge of a grid against the plain one in float32: the largest difference."""
     torch.manual_seed(0)
     rows, columns = (Axis(n, p)(n, p, 0.0).to(DEVICE) for n, p in zip(sides, places, strict=True))
@@ -310,8 +310,11 @@ def grid(sides, places, channels, weighed, images=3, dtype=torch.float32):
     merge = GridMerge(rows=rows, columns=columns, weight=weight)
     expected = merge(tokens)
     enable()
+    tokens = tokens.mT.contiguous().mT if as_map else tokens
     try:
-        return float((merge(tokens.to(dtype)).float() - expected).abs().max())
+        found = merge(tokens.to(dtype))
+        assert is_map(found) == as_map
+        return float((found.float() - expected).abs().max())
     finally:
         enable(False)
 
@@ -430,6 +433,8 @@ def main():
         "grids": [
             grid((8, 8), (6, 6), 40, weighed=False),
             grid((9, 17), (5, 9), 72, weighed=True),
+            grid((9, 17), (5, 9), 72, weighed=True, as_map=True),
+            grid((8, 8), (6, 6), 40, weighed=False, as_map=True),
             grid((4, 33), (4, 20), 1, weighed=True),
             grid((4, 5), (3, 5), 130, weighed=True, images=16),
         ],

@@ -359,7 +359,7 @@ class MergingMixin(nn.Module):
             grid_out = None if grid is None else site.grid_for(grid)
             num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
             if num_out < num_patches or merger.own_counts:
-                z = compact(z)
+                z = z if merger.constant else compact(z)
                 hints = Hints(
                     num_out=num_out,
                     grid_in=grid,

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from timm.models.swin_transformer import (
     window_reverse,
 )
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltm.adapters.base import Layout, Run, observed_shapes, register
 from ltm.adapters.blocks import (
@@ -35,6 +37,7 @@ from ltm.adapters.grids import GridAdapter, MergingGridModel, blocks_by_width, s
 from ltm.core.attention import attention_hints
 from ltm.core.merge import Merge, Merged
 from ltm.core.schedule import Grid, halve
+from ltm.kernels.dispatch import is_recorded
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 _FAR = -100.0
@@ -87,6 +90,17 @@ class Windows:
         apart = region[:, :, None] != region[:, None, :]
         return bias + _FAR * apart.to(bias.dtype)
 
+    def attend(self, attention: nn.Module, x: Tensor, size: Tensor | None) -> Tensor:
+        """Attention inside the windows of a map, `b h w c`, to keys that count by size."""
+        if x.requires_grad or not _keeps_constants(x):
+            return self.join(attention(self.cut(x), mask=self.mask(size, x)))
+        inside, back = _places(self, x.device)
+        windows = x.flatten(1, 2).index_select(1, inside)
+        windows = windows.reshape(-1, self.window[0] * self.window[1], x.shape[-1])
+        out = attention(windows, mask=_constant_mask(self, size, x))
+        out = out.reshape(x.shape[0], -1, out.shape[-1]).index_select(1, back)
+        return out.unflatten(1, self.grid)
+
     def _regions(self, reference: Tensor) -> Tensor:
         """Numbers of the parts of the shifted map that were no neighbours before the shift."""
         parts = []
@@ -94,6 +108,50 @@ class Windows:
             place = torch.arange(side, device=reference.device)
             parts.append((place >= side - window).int() + (place >= side - shift).int())
         return (3 * parts[0][:, None] + parts[1])[None, :, :, None]
+
+
+def _keeps_constants(x: Tensor) -> bool:
+    """Whether what depends on windows alone may be kept: graphs compute it, or fold it."""
+    return type(x) is Tensor and not (torch.compiler.is_compiling() or is_recorded())
+
+
+@lru_cache(maxsize=256)
+def _places(windows: Windows, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The token at each place of all windows, and the place of each token: one copy, not four.
+
+    At a place of padding stands any token: the mask closes it.
+    """
+    with torch.inference_mode(False):
+        (h, w), (hp, wp) = windows.grid, windows.padded
+        numbers = torch.arange(1, h * w + 1, device=device).reshape(1, h, w, 1)
+        inside = windows.cut(numbers).flatten() - 1
+        numbers = torch.arange(hp * wp, device=device)
+        area = windows.window[0] * windows.window[1]
+        return inside.clamp_min(0), windows.join(numbers.reshape(-1, area, 1)).flatten()
+
+
+_masks = WeakTensorKeyDictionary()
+"""The masks of constant sizes: frozen mergers hand on the same tensor in every forward."""
+
+
+def _constant_mask(windows: Windows, size: Tensor | None, x: Tensor) -> Tensor | None:
+    """`Windows.mask`, kept for as long as the sizes are there and unchanged."""
+    if size is None:
+        return _mask_of_shape(windows, x.device, x.dtype)
+    if size.shape[0] > 1 or size.requires_grad or size.is_inference():
+        return windows.mask(size, x)
+    known = cast("dict[Any, Tensor | None]", _masks.setdefault(size, {}))
+    key = windows, x.dtype, size._version  # noqa: SLF001
+    if key not in known:
+        with torch.inference_mode(False), torch.no_grad():
+            known[key] = windows.mask(size, torch.empty(0, device=x.device, dtype=x.dtype))
+    return known[key]
+
+
+@lru_cache(maxsize=256)
+def _mask_of_shape(windows: Windows, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    with torch.inference_mode(False):
+        return windows.mask(None, torch.empty(0, device=device, dtype=dtype))
 
 
 def _roll(x: Tensor, by: Grid) -> Tensor:
@@ -205,8 +263,7 @@ class WindowedMixin(MergingMixin):
         """Window attention; the host's own wherever nothing was merged."""
         if self.whole:
             return self.host_attention(x)
-        size = tokens.size if self.slot.proportional else None
-        return windows.join(self.attn(windows.cut(x), mask=windows.mask(size, x)))
+        return windows.attend(self.attn, x, tokens.size if self.slot.proportional else None)
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
         merger, windows = cast("Merger", self.merger), cast("Windows", context["windows"])

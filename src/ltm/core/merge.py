@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ltm.kernels.dispatch import operator, uses_triton
+from ltm.kernels.dispatch import is_map, operator, uses_triton
 
 _MAX_SIDE = 64
 """Wider grids are not merged row by row."""
@@ -493,7 +493,8 @@ def _gather(tokens: Tensor, who: Tensor, share: Tensor) -> Tensor:
 
 @operator
 def _merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
-    return tokens.new_empty(tokens.shape[0], rows.shape[1] * columns.shape[1], tokens.shape[2])
+    b, c, places = tokens.shape[0], tokens.shape[2], rows.shape[1] * columns.shape[1]
+    return tokens.new_empty(b, c, places).mT if is_map(tokens) else tokens.new_empty(b, places, c)
 
 
 @register_flop_formula(torch.ops.ltm.gather)

@@ -55,6 +55,12 @@ def compact(x: Tensor) -> Tensor:
     return x.contiguous() if not x.is_contiguous() and uses_triton(x) else x
 
 
+def is_map(tokens: Tensor) -> bool:
+    """Whether tokens, `b n c`, lie in memory as a map does, channels first."""
+    _, n, c = tokens.shape
+    return n > 1 and tokens.stride() == (c * n, 1, n)
+
+
 def is_recorded() -> bool:
     """Whether a network is exported: it has to run where our own operators are not known.
 

@@ -118,6 +118,9 @@ class Merger(nn.Module, ABC):
     own_counts: bool = False
     """How many tokens stay is decided image by image; what is planned holds on average only."""
 
+    constant: bool = False
+    """The decision is the same for every image: it does not read the tokens."""
+
     absent: str | None = None
     """The prefix of its keys while a checkpoint is loaded that has none of them."""
 

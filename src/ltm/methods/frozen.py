@@ -20,6 +20,7 @@ from ltm.methods.base import Decision, Hints, Merger, Site
 class FrozenMerger(Merger):
     """One matrix on sequences, prefix included; two factors on grids."""
 
+    constant = True
     PREFIX: ClassVar[str] = "fixed_"
     """Of the constants in a state dict."""
 

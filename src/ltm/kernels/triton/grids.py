@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ltm.kernels.dispatch import is_map
 from ltm.kernels.triton.launch import FEW_IMAGES, ROOM, fitting, has_room, parts_of, sizes_of
 
 
 @triton.jit
 def _grid_kernel(
     tokens, weight, rows, columns, merged, h, w, h2, w2, c, weight_stride,
+    image_in, token_in, channel_in, image_out, token_out, channel_out,
     HAS_WEIGHT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +39,8 @@ def _grid_kernel(
     weighed = tl.zeros((WIDTH,), tl.float32)
     for y in range(first, last + 1):
         x = tl.load(
-            tokens + ((image * h + y) * w + across[:, None]) * c + channels[None],
+            tokens + image * image_in + (y * w + across[:, None]) * token_in
+            + channels[None] * channel_in,
             mask=inside[:, None] & known[None], other=0.0,
         )  # fmt: skip
         part = tl.load(rows + y * h2 + row).to(tl.float32)
@@ -51,7 +54,8 @@ def _grid_kernel(
     if HAS_WEIGHT:
         found = found / tl.maximum(tl.sum(weighed[None] * table, axis=1), 1e-6)[:, None]
     tl.store(
-        merged + ((image * h2 + row) * w2 + places[:, None]) * c + channels[None],
+        merged + image * image_out + (row * w2 + places[:, None]) * token_out
+        + channels[None] * channel_out,
         found.to(merged.dtype.element_ty), mask=(places < w2)[:, None] & known[None],
     )  # fmt: skip
 
@@ -59,18 +63,21 @@ def _grid_kernel(
 def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
     """Means by weight over the support `rows (x) columns`; without weights, its product as it is.
 
-    Tokens are in raster order.
+    Tokens are in raster order. Those of a map, channels first, come out as those of one.
     """
     (h, h2), (w, w2) = rows.shape, columns.shape
     b, _, c = tokens.shape
-    merged = tokens.new_empty(b, h2 * w2, c)
+    if is_map(tokens):
+        merged = tokens.new_empty(b, c, h2 * w2).mT
+    else:
+        tokens, merged = tokens.contiguous(), tokens.new_empty(b, h2 * w2, c)
     weight_, stride = sizes_of(weight, merged)
     half = tokens.element_size() == 2
     wide = c > 64 and b >= FEW_IMAGES and half and has_room(tokens.device, ROOM)
     some = 16 if c <= 32 else 128 if wide else 64
     _grid_kernel[b, h2, parts_of(c, some)](
-        tokens.contiguous(), weight_, rows.contiguous(), columns.contiguous(), merged,
-        h, w, h2, w2, c, stride, HAS_WEIGHT=weight is not None,
+        tokens, weight_, rows.contiguous(), columns.contiguous(), merged,
+        h, w, h2, w2, c, stride, *tokens.stride(), *merged.stride(), HAS_WEIGHT=weight is not None,
         HEIGHT=fitting(h), WIDTH=fitting(w, 16), PLACES=fitting(w2, 16), CHANNELS=some,
         num_warps=2 if w <= 32 else 4, num_stages=1,  # supports have few rows
     )  # fmt: skip
