@@ -271,6 +271,7 @@ class _Compression:
         )
         if settings.finetune_epochs:
             _require_training_images(self.images, data)
+        self.tuning_images = self._tuning_images() if settings.tune else None
         self.pictures = _open_pictures(settings.pictures)
         torch.manual_seed(settings.seed)
         base = open_model(model, self.device, merges=True, say=say)
@@ -288,6 +289,7 @@ class _Compression:
         self.left_out: dict[str, str] = {}
         self.illustrations: list[Illustration] = []
         self.calibration: dict[str, Any] | None = None
+        self.tuning: dict[str, Any] | None = None
         self.interrupted = ""
 
     @property
@@ -329,8 +331,8 @@ class _Compression:
             yield "the search for a network of that speed", self.meet_goal
         elif settings.calibrate:
             yield "the calibration", self.calibrate
-        if settings.finetune_epochs:
-            yield "the fine-tuning", self.finetune
+        if settings.finetune_epochs or settings.tune:
+            yield "the tuning", self.tune if settings.tune else self.finetune
         yield "freezing", self.freeze
         yield "the conversion of the peers", self.add_peers
         if settings.export:
@@ -585,6 +587,46 @@ class _Compression:
             device=str(self.device),
         )
 
+    def _tuning_images(self) -> ImageDataset:
+        """Unlabelled images, none of which is evaluated."""
+        given = self.settings.tune_data
+        if given is not None:
+            if Path(given).resolve() == Path(self.data).resolve():
+                raise ValueError(f"tune_data: {given} is what is evaluated; give other images")
+            return open_dataset(given, split="train", labelled=False)
+        found = open_dataset(self.data, split="train", labelled=False)
+        if found.split == "all":
+            raise ValueError(
+                f"tune: {self.data} has no training split; give other images with --tune-data"
+            )
+        return found
+
+    def tune(self) -> None:
+        """Let the original teach; the network stays as it was where that does not help."""
+        from ltm.training.tuning import tune_  # noqa: PLC0415 - it needs an extra
+
+        settings, images = self.settings, self.tuning_images
+        assert images is not None
+        assert settings.tune is not None
+        self.say(f"Tuning {settings.trainable} on {len(images):,} images, without their labels")
+        result = tune_(
+            self.model,
+            images,
+            settings.tune,
+            trainable=settings.trainable,
+            output=None if self.folder is None else self.folder / "tuning",
+            say=self.say,
+            source=settings.tune_data or self.data,
+            batch_size=settings.batch_size,
+            workers=settings.workers,
+            seed=settings.seed,
+            device=str(self.device),
+        )
+        self.tuning = result.metrics
+        notes = [self.notes.get(settings.method, ""), _tuning_note(result.metrics)]
+        self.notes[settings.method] = ", ".join(note for note in notes if note)
+        self._save()
+
     def freeze(self) -> None:
         """Make the model ready for deployment, and save it."""
         freeze_(self.model)
@@ -667,6 +709,7 @@ class _Compression:
             num_calibration_images=0 if used is None else len(used),
             calibration=self.calibration,
             finetune_epochs=settings.finetune_epochs,
+            tuning=self.tuning,
             seed=settings.seed,
             command=command,
             environment=describe(self.device),
@@ -816,6 +859,11 @@ def _fastest(timings: Sequence[Timing], method: str, batch_size: int) -> str | N
 def mixed(dataset: Any) -> Any:
     """The same images in another order: those seen before Ctrl-C are then of all classes."""
     return dataset.select(np.random.default_rng(0).permutation(len(dataset)).tolist())
+
+
+def _tuning_note(metrics: Mapping[str, Any]) -> str:
+    kept = metrics["kept"] == "tuned"
+    return f"tuned for {metrics['length']}" if kept else "not tuned, as that did not help"
 
 
 def _why_not_calibrated(model: nn.Module, images: Partition) -> str:

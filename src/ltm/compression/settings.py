@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from ltm.training.recipes import distilling
+from ltm.training.settings import Length
+
 FEW_POINTS = 0.5
 """The loss that is allowed unless another is given."""
 LEAST_RATIO = 0.4
@@ -39,7 +42,14 @@ class CompressSettings:
     calibration_trials: int = 200
     """Schedules to try in all; Ctrl-C keeps the best so far."""
     finetune_epochs: int = 0
-    """Train the mask modules on the training split for so many epochs."""
+    """Train the mask modules on the training split for so many epochs, with labels."""
+    tune: str | None = None
+    """Let the original teach the converted network on unlabelled images: 60s, 5m or 3 epochs. It is
+    kept as it was where that does not help on images set aside."""
+    tune_data: str | None = None
+    """Images to tune on, without labels (a flat folder will do); by default the training split."""
+    trainable: str = "norms"
+    """What --tune trains: mergers, norms, lora or all."""
     time: bool = True
     """Measure latency."""
     forms: tuple[str, ...] = ()
@@ -86,6 +96,13 @@ class CompressSettings:
             raise ValueError(
                 f"{given[0]}: it chooses among networks as they are converted; fine-tune afterwards"
             )
+        if self.tune is not None:
+            Length.read(self.tune)
+            if self.finetune_epochs:
+                raise ValueError("--tune and --finetune-epochs: give one of them")
+            distilling(self.trainable)
+        elif self.tune_data is not None:
+            raise ValueError(f"tune_data is {self.tune_data}: say how long to tune with --tune")
 
     def _check_numbers(self) -> None:
         for name, least in (("speedup", 1.0), ("budget_ms", 0.0)):

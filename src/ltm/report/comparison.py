@@ -86,6 +86,8 @@ class Comparison:
     finetune_epochs: float
     calibration: dict[str, Any] | None = None
     """The search for the schedule, as `CalibrateResult.to_dict` tells it."""
+    tuning: dict[str, Any] | None = None
+    """What the original taught the network: the metrics of `ltm.training.tuning.tune_`."""
     seed: int
     command: str
     environment: Environment
@@ -168,6 +170,7 @@ def verdicts(comparison: Comparison) -> list[str]:
     """All that can be said, the main thing first."""
     found = [
         *_accuracy(comparison),
+        *_tuned(comparison),
         *_budget(comparison),
         *_deployed(comparison),
         *_goal(comparison),
@@ -178,6 +181,22 @@ def verdicts(comparison: Comparison) -> list[str]:
         *_cautions(comparison),
     ]
     return found or ["Nothing was measured."]
+
+
+def _tuned(comparison: Comparison) -> list[str]:
+    found = comparison.tuning
+    if found is None:
+        return []
+    before, after = found["divergence_untrained"], found["divergence_tuned"]
+    held = f"{found['num_held_out']:,} images set aside"
+    how = (
+        f"The original taught its {found['trainable']} for {found['length']} on "
+        f"{found['num_images']:,} images, without labels: on {held} the divergence from the "
+        f"original went from {before:.4f} to {after:.4f}"
+    )
+    if found["kept"] == "tuned":
+        return [f"{how}."]
+    return [f"{how}. That is no better, so the network is kept as it was before."]
 
 
 def _points(difference: PairedDifference) -> str:

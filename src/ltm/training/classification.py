@@ -266,9 +266,8 @@ class Classification(Task):
     ) -> ClassificationRow:
         share, tokens = None, ""
         if common["merging"]:
-            done, share = report(model), means.mean("mac_share")
-            share = done.share if share is None else share
-            tokens = " ".join(_count(site) for site in done.sites if site.merges)
+            share, tokens = means.mean("mac_share"), token_counts(model)
+            share = report(model).share if share is None else share
         loss, top1 = means.mean("loss"), means.total("correct") / means.num_images
         assert loss is not None
         return ClassificationRow(
@@ -358,6 +357,11 @@ class _FirstBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(islice(self._loader, self._num_batches))
+
+
+def token_counts(model: nn.Module) -> str:
+    """Tokens after each merging site."""
+    return " ".join(_count(site) for site in report(model).sites if site.merges)
 
 
 def _count(site: Site) -> str:

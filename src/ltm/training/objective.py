@@ -80,6 +80,11 @@ class Objective:
         """Losses of a batch; `targets` are labels (b) or distributions over classes (b a)."""
         merging = merging and self.merges
         watch = merging and (watch or self.settings.bound_weight > 0)
+        taught = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                taught = self.teacher(images).float()
+            targets = taught.softmax(dim=1)  # what it says takes the place of labels
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
         with ExitStack() as stack:
             records: list[Record] = []
@@ -90,9 +95,7 @@ class Objective:
             logits = forward(images).float()
         entropy = self._cross_entropy(logits, targets)
         total = entropy
-        if self.teacher is not None:
-            with torch.no_grad():
-                taught = self.teacher(images).float()
+        if taught is not None:
             total = self._divergence(logits, taught)
         if merging and self.settings.distill_weight > 0:
             weight = self.settings.distill_weight

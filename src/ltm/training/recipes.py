@@ -7,12 +7,14 @@ are those recipes. Learning rates scale with the batch. Choose by name, change w
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ltm.data.config import AugmentConfig, DataConfig
 from ltm.models import did_you_mean
 from ltm.training.settings import (
     MergeSettings,
     ModelSettings,
+    ObjectiveSettings,
     OptimSettings,
     RunSettings,
     TrainSettings,
@@ -143,6 +145,36 @@ def _demo(name: str) -> TrainSettings:
     )
 
 
+_DISTILLING_RATES = {"mergers": 5e-3, "norms": 3e-3, "lora": 1e-3, "all": 1e-4}
+"""The largest learning rate by what trains."""
+
+
+def distilling(trainable: str) -> str:
+    """The recipe by which the original teaches a part of the network."""
+    if trainable not in _DISTILLING_RATES:
+        raise ValueError(
+            f"trainable: got {trainable!r}; choose from {', '.join(_DISTILLING_RATES)}"
+        )
+    return f"distil_{trainable}"
+
+
+def _distil(trainable: Any) -> TrainSettings:
+    """Function matching: strong crops, and every batch mixed; both networks see the same."""
+    return TrainSettings(
+        augment=replace(AugmentConfig.light(), scale=(0.3, 1.0), mixup=1.0),
+        optim=OptimSettings(
+            epochs=10,
+            lr=_DISTILLING_RATES[trainable],
+            lr_warmup_epochs=0.5,
+            weight_decay=0.0,
+            min_lr=1e-7,
+            clip=1.0,
+        ),
+        objective=ObjectiveSettings(teacher="self"),
+        tune=TuneSettings(trainable=trainable),
+    )
+
+
 _GENERAL = "general"
 """The recipe of models that have none of their own."""
 
@@ -162,6 +194,7 @@ SCRATCH = {
 FINETUNE = {
     **{name: _finetune(name) for name in BACKBONES},
     **{f"shapes_{family}": _small_finetune(family) for family in _SMALL},
+    **{distilling(trainable): _distil(trainable) for trainable in _DISTILLING_RATES},
     _GENERAL: TrainSettings(
         augment=_CROPS_ONLY,
         optim=_TUNING,

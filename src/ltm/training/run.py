@@ -26,6 +26,7 @@ from ltm.interruption import in_steps, stepwise
 from ltm.models import ModelSource, Network, Say, changed, plain, silent, source_of
 from ltm.training.checkpoint import SETTINGS, Checkpoint, Checkpoints
 from ltm.training.classification import Classification
+from ltm.training.distillation import Distillation
 from ltm.training.fabric import Fabric, first_alone, make_fabric, placed
 from ltm.training.network import saved_architecture
 from ltm.training.recipes import FINETUNE, SCRATCH, starting_settings
@@ -123,7 +124,9 @@ def finetune(
     """Make a pretrained classifier merge tokens, and train its mask modules, all else frozen.
 
     As `train`, with other recipes: a name means timm's own weights, and `model` may also be a
-    folder that ltm wrote. `unfreeze=("head.*",)` and `lora_rank=8` train more.
+    folder that ltm wrote. `unfreeze=("head.*",)` and `lora_rank=8` train more. With
+    `teacher="self"`, or a recipe such as "distil_norms", the network without merging teaches:
+    images need no labels, and the untrained network is kept where training does not help.
     """
     task = _task(FINETUNE, model, data, settings, changes)
     return run_task(task, output, resume=resume, overwrite=overwrite, say=say)
@@ -153,7 +156,8 @@ def _task(
         groups.setdefault("data", {})["source"] = str(data)
     settings = with_options(changed(settings, groups), changes)
     splits = data if isinstance(data, Splits) else None
-    return Classification(settings, model=given, splits=splits)
+    kind = Distillation if settings.objective.teacher == "self" else Classification
+    return kind(settings, model=given, splits=splits)
 
 
 def _model_settings(source: ModelSource, pretrained: bool) -> dict[str, Any]:

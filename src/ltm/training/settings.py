@@ -6,6 +6,7 @@ are named without it, unless the group is `prefixed`. `ltm.cli.commands` reads b
 Importing this module imports neither torch nor timm.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -70,9 +71,10 @@ class MergeSettings(MergingSettings):
 class TuneSettings:
     """Which parameters train."""
 
-    trainable: Literal["all", "mergers", "norms"] = "all"
-    """Everything; the mask modules alone, normalisation layers left as they are; or mask modules
-    and the weights of normalisation layers."""
+    trainable: Literal["all", "mergers", "norms", "lora"] = "all"
+    """Everything; the mask modules alone, normalisation layers left as they are; mask modules and
+    the weights of normalisation layers; or mask modules and LoRA adapters, of rank 8 unless
+    lora_rank says so."""
     unfreeze: tuple[str, ...] = ()
     """Patterns of further parameters that train, such as head.* or blocks.11.*"""
     lora_rank: int = 0
@@ -81,6 +83,11 @@ class TuneSettings:
     """Scale of LoRA adapters."""
     lora_targets: tuple[str, ...] = ("qkv", "proj")
     """Projections that get LoRA adapters."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of the adapters; 0 where there are none."""
+        return self.lora_rank or (8 if self.trainable == "lora" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +193,7 @@ class TrainSettings:
             raise ValueError("teacher=self needs a whole copy of the network; use strategy=ddp")
         if self.run.strategy == "fsdp" and self.optim.ema:
             raise ValueError("ema needs whole copies of the model; use strategy=ddp or ema=0")
-        if self.run.strategy == "fsdp" and (self.tune.trainable != "all" or self.tune.lora_rank):
+        if self.run.strategy == "fsdp" and (self.tune.trainable != "all" or self.tune.rank):
             raise ValueError("strategy=fsdp trains everything; use ddp for fine-tuning")
         if self.augment.mixes and self.data.batch_size % 2:
             raise ValueError(
@@ -200,6 +207,29 @@ class TrainSettings:
         if self.merge.statistics == "auto":
             return not self.augment.mixes
         return self.merge.statistics == "epoch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long to tune: a time, or epochs."""
+
+    seconds: float | None = None
+    epochs: int | None = None
+
+    @classmethod
+    def read(cls, text: str) -> "Length":
+        """Read 60s, 5m, 1.5h, or 3 epochs; spaces do not matter."""
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *(s|m|h|epochs?)", text.strip())
+        if found is None or float(found[1]) <= 0 or (found[2][0] == "e" and "." in found[1]):
+            raise ValueError(f"tune: got {text!r}; give a time or epochs: 60s, 5m, 1h or 3 epochs")
+        if found[2][0] == "e":
+            return cls(epochs=int(found[1]))
+        return cls(seconds=float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]])
+
+    def __str__(self) -> str:
+        if self.epochs is not None:
+            return f"{self.epochs} epoch{'s' if self.epochs > 1 else ''}"
+        return f"{self.seconds:g} s"
 
 
 def check_training(merge: MergingSettings, optim: OptimSettings, run: RunSettings) -> None:

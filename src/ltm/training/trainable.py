@@ -34,10 +34,10 @@ def choose_trainable_(
     chosen = chosen_parameters(model, settings) | new
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
-    if settings.lora_rank:
+    if settings.rank:
         add_lora_(
             model,
-            rank=settings.lora_rank,
+            rank=settings.rank,
             alpha=settings.lora_alpha,
             targets=settings.lora_targets,
         )

@@ -1,0 +1,246 @@
+"""Distillation: the `Task` of `teacher="self"` and of `ltm compress --tune`.
+
+The network as it was, without merging, teaches the merging one. Labels are not used: what counts is
+the divergence from the teacher's outputs, and images set aside decide what is kept. That may be the
+network as it was before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ltm.api import fit_, is_merging, report, save
+from ltm.core.cost import evaluating
+from ltm.core.finite import is_finite
+from ltm.core.validation import require_least
+from ltm.data.config import DataConfig
+from ltm.data.datasets import Splits, open_dataset
+from ltm.data.images import ImageDataset
+from ltm.data.loading import Batch, Loader
+from ltm.processes import sum_over_processes
+from ltm.training.classification import Classification, token_counts
+from ltm.training.fabric import Fabric, in_step
+from ltm.training.network import count_classes, save_plain
+from ltm.training.task import BatchLoss, EpochRow, Means, Outcome, Panel, Step
+from ltm.training.trainable import without_lora
+
+MIN_IMAGES = 40
+"""Fewer cannot both teach and decide."""
+_MOST_HELD_OUT = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationRow(EpochRow):
+    """One epoch of a network that learns from its original."""
+
+    val_divergence: float
+    """KL divergence from the original's outputs on the images set aside, in nats."""
+    val_agreement: float
+    """The share of those images that get the original's label."""
+    mac_share: float | None
+    tokens: str
+
+    panels: ClassVar[Sequence[Panel]] = (
+        Panel("divergence", {"training": "train_loss", "validation": "val_divergence"}),
+        Panel("labels as the original (%)", {"agreement": "val_agreement"}, 100.0),
+    )
+
+    @property
+    def score(self) -> float | None:
+        return -self.val_divergence
+
+    def numbers(self) -> list[str]:
+        parts = [f"divergence {self.val_divergence:.4f}", f"agrees {100 * self.val_agreement:.2f}%"]
+        return parts if self.mac_share is None else [*parts, f"MACs {self.mac_share:.3f}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closeness:
+    """How close a network is to its original on images."""
+
+    divergence: float
+    agreement: float
+    num_images: int
+
+
+class Distillation(Classification):
+    """Unlabelled images, the divergence from the network without merging, and never a worse one."""
+
+    row_type: ClassVar[type[EpochRow]] = DistillationRow
+
+    def open_data(self) -> None:
+        self.splits = self._given_splits or _open_images(self.settings.data)
+        given = self._given_model
+        # Folders may be named after anything: the head stays.
+        found = count_classes(self.settings.model, ()) if given is None else given.num_classes
+        self.num_classes = int(found)  # pyright: ignore[reportArgumentType]
+
+    def start(self, fabric: Fabric, model: nn.Module) -> Loader:
+        batches = super().start(fabric, model)
+        self._before = {n: v.detach().cpu().clone() for n, v in _folded(model).items()}
+        self.untrained = self.evaluate(model)
+        return batches
+
+    @property
+    def _teacher(self) -> nn.Module:
+        assert self.objective.teacher is not None
+        return self.objective.teacher
+
+    def before_epoch_(self, model: nn.Module) -> bool:
+        return self._uses_statistics and super().before_epoch_(model)
+
+    def after_epoch_(self, model: nn.Module) -> bool:
+        return self._uses_statistics and super().after_epoch_(model)
+
+    @property
+    def _uses_statistics(self) -> bool:
+        """Collecting takes longer than it gains, unless the bound or the mask modules need them."""
+        settings = self.settings
+        return settings.objective.bound_weight > 0 or settings.tune.trainable == "mergers"
+
+    def _first_clean(self, fabric: Fabric, model: nn.Module, place: dict[str, Any]) -> Any:
+        return _Labelled(super()._first_clean(fabric, model, place), self._teacher)
+
+    def loss(self, forward: nn.Module, batch: Batch, step: Step) -> BatchLoss:
+        images, labels = batch
+        if self.mixup is not None:
+            images, _ = self.mixup(images, labels, epoch=step.epoch, step=step.number)
+        with self.fabric.autocast():  # of the teacher too
+            losses = self.objective(forward, images, labels, merging=step.merging)
+        logged = {"loss": losses.total}
+        if losses.share is not None:
+            logged["mac_share"] = losses.share
+        return BatchLoss(
+            total=losses.total, logged=logged, inputs=(images,), num_images=len(images)
+        )
+
+    def progress_text(self, means: Means) -> str:
+        return f"divergence {means.mean('loss'):.3f}"
+
+    def evaluate(self, model: nn.Module) -> Closeness:
+        return closeness(model, self._teacher, self.held_out, self.fabric)
+
+    def row(
+        self, common: dict[str, Any], means: Means, model: nn.Module, found: Closeness
+    ) -> DistillationRow:
+        share, tokens = None, ""
+        if common["merging"]:
+            share, tokens = means.mean("mac_share"), token_counts(model)
+            share = report(model).share if share is None else share
+        loss = means.mean("loss")
+        assert loss is not None
+        return DistillationRow(
+            **common,
+            train_loss=loss,
+            val_divergence=found.divergence,
+            val_agreement=found.agreement,
+            mac_share=share,
+            tokens=tokens,
+        )
+
+    def finish_(self, model: nn.Module, kept: EpochRow, rows: Sequence[EpochRow]) -> Outcome:
+        before = self.untrained
+        fitted = self.keeps_last(model)
+        if fitted:
+            few = self._spread_images(self.splits.train, model)
+            fit_(model, few, batch_size=self.settings.data.batch_size)
+        after = self.evaluate(model)
+        improved = after.divergence < before.divergence
+        if not improved:
+            model.load_state_dict(self._before)
+        found = after if improved else before
+        metrics: dict[str, Any] = {
+            "model": self.settings.model.name,
+            "method": self.settings.merge.method,
+            "trainable": self.settings.tune.trainable,
+            "kept": "tuned" if improved else "untrained",
+            "divergence": found.divergence,
+            "agreement": found.agreement,
+            "divergence_tuned": after.divergence,
+            "divergence_untrained": before.divergence,
+            "agreement_untrained": before.agreement,
+            "num_images": len(self.splits.train),
+            "num_held_out": before.num_images,
+            "seconds": sum(row.train_seconds + row.val_seconds for row in rows),
+        }
+
+        def write(folder: Path) -> None:
+            keep = save if is_merging(model) else save_plain
+            keep(model, folder / "model")
+
+        change = f"from {before.divergence:.4f} to {after.divergence:.4f}"
+        line = f"divergence on {before.num_images} images set aside {change}"
+        if not improved:
+            line += "; tuning did not help, and the untrained network is kept"
+        return Outcome(metrics=metrics, line=line, write=write)
+
+
+def set_aside(images: ImageDataset, seed: int = 0) -> Splits:
+    """Images that teach, and one in five that decides, up to a thousand."""
+    require_least("images to tune on", len(images), MIN_IMAGES)
+    order = np.random.default_rng(seed).permutation(len(images)).tolist()
+    number = min(_MOST_HELD_OUT, len(images) // 5)
+    return Splits(
+        train=images.select(sorted(order[number:])), val=images.select(sorted(order[:number]))
+    )
+
+
+def _open_images(config: DataConfig) -> Splits:
+    """The splits of the data; where they are not split, some images are set aside."""
+    most = config.max_unreadable
+    train, val = (
+        open_dataset(config.source, split=split, max_unreadable=most, labelled=False)
+        for split in (config.train_split, config.val_split)
+    )
+    return set_aside(train) if train.split == "all" else Splits(train, val)
+
+
+class _Labelled:
+    """Batches whose labels are what a network says about their images."""
+
+    def __init__(self, batches: Iterable[Batch], teacher: nn.Module) -> None:
+        self._batches, self._teacher = batches, teacher
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[Batch]:
+        for images, _ in self._batches:
+            yield Batch(images, self._teacher(images).argmax(dim=1))
+
+
+def _folded(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a network, adapters folded in: those of the network that will be kept."""
+    return without_lora(model).state_dict()
+
+
+@torch.no_grad()
+def closeness(
+    model: nn.Module, teacher: nn.Module, batches: Iterable[Batch], fabric: Fabric
+) -> Closeness:
+    """Compare a network with its original on all processes' images."""
+    sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)
+    with evaluating(model):
+        for (images, _), counts in in_step(batches, fabric):
+            with fabric.autocast():
+                found, wanted = model(images).float(), teacher(images).float()
+            if not counts:
+                continue
+            log_p = wanted.log_softmax(dim=1)
+            divergence = (log_p.exp() * (log_p - found.log_softmax(dim=1))).sum()
+            agrees = (found.argmax(dim=1) == wanted.argmax(dim=1)).sum()
+            number = sums.new_tensor(len(images))
+            sums += torch.stack([divergence.double(), agrees.double(), number])
+    divergence, agrees, count = sum_over_processes(sums).tolist()
+    count = max(count, 1)
+    mean = divergence / count
+    return Closeness(
+        divergence=mean if is_finite(torch.tensor(mean)) else float("inf"),
+        agreement=agrees / count,
+        num_images=int(count),
+    )
