@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ltm
-from ltm.core.attention import size_bias
+from ltm.core.attention import Rotation, size_bias, turn
 from ltm.core.bottleneck import ClassStatistics, class_membership
 from ltm.core.mask_gradient import weigh
 from ltm.core.matching import Rule, by_attention, match_least_harm, merge_in_order
@@ -247,6 +247,25 @@ def attend(num_tokens, shared=False, dtype=torch.float32, batch=2):
 
 
 @torch.no_grad()
+def turned(halves, heads, placed, dtype=torch.float32):
+    """Turned queries by the kernel, and by torch."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 23, 3, 2 * 20, device=DEVICE).to(dtype)[..., :20]
+    angles = torch.randn(1, heads, 40, 2 * 20, device=DEVICE)
+    positions = torch.stack([torch.randperm(40)[:23] + 3 for _ in range(2)]).to(DEVICE)
+    rotation = Rotation(*angles.chunk(2, dim=-1), num_prefix=3, halves=halves, positions=positions)
+    if not placed:
+        sines, cosines = (half[:, :, :20] for half in angles.chunk(2, dim=-1))
+        rotation = Rotation(sines, cosines, num_prefix=3, halves=halves)
+    expected = turn(x, rotation)
+    enable()
+    try:
+        found = turn(x, rotation)
+    finally:
+        enable(False)
+    return float((found - expected).abs().max())
+
+
 def informed(num_classes, width, **settings):
     """An informative step with statistics."""
     torch.manual_seed(0)
@@ -323,6 +342,7 @@ def grid(sides, places, channels, weighed, images=3, dtype=torch.float32, as_map
 def whole(config, dtype, family="vit"):
     """A network with kernels against the same one without, in float32."""
     model, images = toy(family).to(DEVICE), pictures(family, batch=3).to(DEVICE)
+    model.requires_grad_(False)  # the counter cannot take views of parameters that learn
     ltm.merge_tokens_(model, config, size_of(family))
     if config.weights == ltm.Informative(gain=1.0):
         ltm.collect_statistics_(model, [(images, torch.arange(3, device=DEVICE))])
@@ -392,6 +412,15 @@ def main():
         "attention in half": {
             f"{t} of {batch}": attend(t, dtype=torch.float16, batch=batch)
             for t, batch in ((17, 2), (74, 18), (140, 18), (172, 2), (200, 18), (300, 2))
+        },
+        "turned": [
+            turned(halves, heads, placed)
+            for halves in (False, True)
+            for heads, placed in ((1, True), (3, True), (1, False))
+        ],
+        "rotary": {
+            family: whole(ltm.LTM(ratio=0.8, weights="uniform"), torch.float32, family)
+            for family in ("eva", "eva02", "naflex_rotary")
         },
         "inform": {
             **{

@@ -1,6 +1,8 @@
 """Speed where tokens are many: long sequences on a GPU, in half precision, in CUDA graphs.
 
     python -m reproduction.benchmarks.long_sequences --output results/speed/long_sequences
+    python -m reproduction.benchmarks.long_sequences --set families --ratios 0.7
+        --output results/speed/families
 
 A case is one network at one batch size: the original, and LTM at two shares of its multiply-adds,
 matching and static. All are captured, and timed in rounds whose order changes. A ratio is the
@@ -44,25 +46,46 @@ CASES = (
     Case("vit_base_patch14_dinov2", 518, 1),
     Case("vit_base_patch16_224", 1024, 1),
 )
+FAMILIES = tuple(
+    Case(model, size, batch)
+    for batch in (128, 32, 1)
+    for model, size in (
+        ("vit_base_patch16_dinov3", 224),
+        ("vit_base_patch16_dinov3", 512),
+        ("vit_base_patch16_siglip_224", 224),
+        ("vit_base_patch16_siglip_384", 384),
+        ("transformers ViT-B", 224),
+    )
+)
+"""Rotary positions, attention-pooled heads, and ViT-B of Hugging Face transformers."""
+SETS = {"long": CASES, "families": FAMILIES}
 METHODS = {
     "matching": {"weights": "uniform"},
     "static": {"weights": "uniform", "support": ltm.Learned()},
 }
 
 
+def _made(case: Case) -> Any:
+    with torch.device("cuda"):
+        if case.model.startswith("transformers"):
+            import transformers  # noqa: PLC0415 - only these cases need it
+
+            config = transformers.ViTConfig(image_size=case.size, num_labels=1000)
+            return transformers.ViTForImageClassification(config).eval()
+        return timm.create_model(case.model, img_size=case.size).eval()
+
+
 def _networks(case: Case, ratios: list[float], methods: list[str]) -> dict[str, Any]:
     """The captured networks of a case, by name."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        original = timm.create_model(case.model, img_size=case.size).eval()
+    original = _made(case)
     images = torch.randn(case.batch, 3, case.size, case.size, device="cuda").half()
     state = original.state_dict()
     embed_by_product_(original)  # as freeze_ does with the others
     found = {"original": ltm.capture(original.half(), images)}
     for ratio in ratios:
         for name in methods:
-            with torch.device("cuda"):
-                model = timm.create_model(case.model, img_size=case.size).eval()
+            model = _made(case)
             model.load_state_dict(state)
             ltm.merge_tokens_(model, ltm.LTM(ratio=ratio, **METHODS[name]), case.size)
             ltm.freeze_(model)
@@ -108,16 +131,18 @@ def main() -> None:
     """Measure every case, and write a row for each."""
     options = parser(__doc__)
     options.add_argument("--output", type=Path)
-    options.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))))
+    options.add_argument("--set", choices=SETS, default="long")
+    options.add_argument("--cases", type=int, nargs="+", help="numbers in the set; all by default")
     options.add_argument("--ratios", type=float, nargs="+", default=[0.7, 0.5])
     options.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--milliseconds", type=float, default=60)
     args = options.parse_args()
     rows = []
-    for number in args.cases:
+    cases = SETS[args.set]
+    for number in args.cases or range(len(cases)):
         began = time.monotonic()
-        rows.append(_measure(CASES[number], args))
+        rows.append(_measure(cases[number], args))
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}
         print(shown, f"{time.monotonic() - began:.0f} s", flush=True)
         torch.cuda.empty_cache()

@@ -72,6 +72,14 @@ def test_attention_and_importance_agree(found):
 
 
 @pytest.mark.slow
+def test_rotary_positions_agree(found):
+    assert max(found["turned"]) < 1e-5
+    for name, (difference, _, cost) in found["rotary"].items():
+        assert difference < 1e-5, name
+        assert 0.8 < cost < 1.02, name
+
+
+@pytest.mark.slow
 def test_informative_steps_agree(found):
     for case, (logits, weights) in found["inform"].items():
         assert max(logits, weights) < 1e-3, case

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Set as AbstractSet
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
@@ -44,23 +44,80 @@ def attend(
     *,
     mask: Tensor | None = None,
     is_causal: bool = False,
-    **options: Any,
 ) -> Float[Tensor, "b t c"]:
     """The layer's output where a token counts as often as its size, to a power, says.
 
-    Masks are for tokens that all count alike. What else the layer takes, such as rotary positions,
-    is handed on to it.
+    Masks are for tokens that all count alike.
     """
     if size is None:
-        return layer(x, attn_mask=mask, is_causal=is_causal, **options)
-    if options:
-        return layer(x, attn_mask=size_bias(size, x.dtype, power), **options)
+        return layer(x, attn_mask=mask, is_causal=is_causal)
     learned = layer.qkv.parameters() if torch.is_grad_enabled() else ()
     narrow = cast("Any", layer).head_dim <= _MAX_HEAD
     if not (narrow and _is_softmax(layer) and uses_triton(x, *learned)):
         return layer(x, attn_mask=size_bias(size, x.dtype, power))
     attended = proportional(layer, layer.qkv(x), size, power)
     return layer.proj_drop(layer.proj(attended))
+
+
+def has_kernel(layer: nn.Module, x: Float[Tensor, "b t c"], head_dim: int) -> bool:
+    """Whether `attend_sized` takes over from a layer whose heads are this wide; nobody listens."""
+    learned = layer.parameters() if torch.is_grad_enabled() else ()
+    hooked = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
+    return head_dim <= _MAX_HEAD and not hooked and uses_triton(x, *learned)
+
+
+def attend_sized(
+    query: Float[Tensor, "b t h d"],
+    key: Float[Tensor, "b t h d"],
+    value: Float[Tensor, "b t h d"],
+    size: Float[Tensor, "_ t"],
+    scale: float,
+    power: float = 1.0,
+) -> Float[Tensor, "b t c"]:
+    """By a kernel: what heads answer where a token counts as often as its size says."""
+    return _attention_of(query.to(value.dtype), key.to(value.dtype), value, size, scale, power)
+
+
+class Rotation(NamedTuple):
+    """Rotary positions: the angles by which pairs of channels are turned, and who stands where."""
+
+    sines: Float[Tensor, "i g n d"]
+    """Of each image, head and place; images and heads may share them."""
+    cosines: Float[Tensor, "i g n d"]
+    num_prefix: int
+    """Tokens without a place, which come first and are not turned."""
+    halves: bool
+    """Channel c pairs with channel c + d / 2; else neighbours are pairs."""
+    positions: Int[Tensor, "b t"] | None = None
+    """The place of each token, prefix included; None: all stand in order."""
+
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """Sines and cosines of the tokens that there are, `b g p d`."""
+        if self.positions is None:
+            return self.sines, self.cosines
+        places = self.positions[:, None, self.num_prefix :, None] - self.num_prefix
+
+        def at(angles: Tensor) -> Tensor:
+            angles = angles.expand(len(places), -1, -1, -1)
+            return angles.gather(2, places.expand(-1, angles.shape[1], -1, angles.shape[3]))
+
+        return at(self.sines), at(self.cosines)
+
+
+def turn(x: Float[Tensor, "b t h d"], rotation: Rotation) -> Float[Tensor, "b t h d"]:
+    """Turn queries or keys by the places of their tokens."""
+    sines, cosines, num_prefix, halves, positions = rotation
+    if uses_triton(x, sines):
+        return _turned(x, sines, cosines, positions, num_prefix, halves)
+    sines, cosines = (angles.transpose(1, 2) for angles in rotation.gathered())
+    patches = x[:, num_prefix:]
+    if halves:
+        first, second = patches.chunk(2, dim=-1)
+        across = torch.cat([-second, first], dim=-1)
+    else:
+        across = torch.stack([-patches[..., 1::2], patches[..., ::2]], dim=-1).flatten(-2)
+    found = (patches * cosines + across * sines).to(x.dtype)
+    return torch.cat([x[:, :num_prefix], found], dim=1)
 
 
 def proportional(
@@ -217,6 +274,18 @@ def _attention_of(
 ) -> Tensor:
     b, t, h, d = query.shape
     return query.new_empty(b, t, h * d)
+
+
+@operator
+def _turned(
+    x: Tensor,
+    sines: Tensor,
+    cosines: Tensor,
+    positions: Tensor | None,
+    num_prefix: int,
+    halves: bool,
+) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 @operator

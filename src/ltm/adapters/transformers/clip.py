@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -17,9 +18,9 @@ class MergingEncoderLayer(MergingLayer):
     def self_attention(self) -> Any:
         return cast("Any", self).self_attn
 
-    def attended(self, x: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         host = cast("Any", self)
-        return host.self_attn(host.layer_norm1(x), attention_mask=mask, **options)[0]
+        return attend(host.layer_norm1(x))
 
     def transformed(self, z: Tensor) -> Tensor:
         host = cast("Any", self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -17,10 +18,9 @@ from ltm.adapters.transformers.towers import MergingLayer, TowerAdapter
 class MergingDinoLayer(MergingLayer):
     """A layer of DINOv2 or DINOv3."""
 
-    def attended(self, x: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         host = cast("Any", self)
-        attended, _ = host.attention(host.norm1(x), attention_mask=mask, **options)
-        return host.drop_path(host.layer_scale1(attended))
+        return host.drop_path(host.layer_scale1(attend(host.norm1(x))))
 
     def transformed(self, z: Tensor) -> Tensor:
         host = cast("Any", self)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
 
 from ltm.adapters.base import register
 from ltm.adapters.blocks import Tokens
 from ltm.adapters.transformers.dinov2 import MergingDinoLayer
 from ltm.adapters.transformers.towers import MergingLayer, TowerAdapter
-
-_Angles = tuple[Tensor, Tensor]
-"""Cosines and sines."""
+from ltm.core.attention import Rotation
 
 
 class MergingRotaryLayer(MergingDinoLayer):
@@ -24,21 +22,10 @@ class MergingRotaryLayer(MergingDinoLayer):
 
     needs_positions: ClassVar[bool] = True
 
-    def context(self, tokens: Tokens, options: dict[str, Any]) -> dict[str, Any]:
-        angles: _Angles = options["position_embeddings"]
-        if tokens.positions is not None:
-            before = tokens.positions.shape[1] - tokens.merges[-1].num_out
-            places = tokens.positions[:, before:] - before
-            angles = (angles[0][places][:, None], angles[1][places][:, None])
-        return {"position_embeddings": angles}
-
-    def compared(
-        self, query: Tensor, key: Tensor, *, position_embeddings: _Angles, **context: Any
-    ) -> tuple[Tensor, Tensor]:
-        turned = dinov3.apply_rotary_pos_emb(
-            query.transpose(1, 2), key.transpose(1, 2), *position_embeddings
-        )
-        return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+    def rotation(self, tokens: Tokens, options: dict[str, Any]) -> Rotation:
+        cosines, sines = options["position_embeddings"]
+        angles = sines[None, None], cosines[None, None]
+        return Rotation(*angles, self.num_prefix, halves=True, positions=tokens.positions)
 
 
 @register

@@ -11,7 +11,7 @@ The class that a module gets therefore bears the name of the one it had.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -32,7 +32,7 @@ from ltm.adapters.blocks import (
     revert_block_,
 )
 from ltm.adapters.conversion import ATTRIBUTE, described
-from ltm.core.attention import hints_of, size_bias
+from ltm.core.attention import Rotation, attend_sized, has_kernel, hints_of, size_bias, turn
 from ltm.core.merge import pool_by_size
 from ltm.methods.base import MethodConfig, Site
 
@@ -73,10 +73,11 @@ def host_of(module: nn.Module) -> type[nn.Module]:
 class MergingLayer(Swapped, MergingMixin):
     """A layer that merges its attention output."""
 
-    class_token: bool
+    num_prefix: int
+    """Tokens before the patches; the first of them is a class token."""
 
-    def attended(self, x: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """The first half, up to its residual."""
+    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """The first half, up to its residual; `attend` is its attention."""
         raise NotImplementedError
 
     def transformed(self, z: Tensor) -> Tensor:
@@ -91,15 +92,42 @@ class MergingLayer(Swapped, MergingMixin):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         x, tokens = hidden_states, self.entering(hidden_states)
-        context = self.context(tokens, options)
-        mask = self.mask(attention_mask, tokens, x.dtype)
-        z = x + self.attended(x, mask, **{**options, **context})
-        z, *_ = self.merge(z, tokens, **context)
+        rotation = self.rotation(tokens, options)
+
+        def attend(y: Tensor) -> Tensor:
+            return self.attend(y, attention_mask, tokens, rotation, options)
+
+        z = x + self.attended(x, attend)
+        z, *_ = self.merge(z, tokens, rotation=rotation)
         return z + self.transformed(z)
 
-    def context(self, tokens: Tokens, options: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the attention that depend on which tokens there are."""
-        return {}
+    def rotation(self, tokens: Tokens, options: dict[str, Any]) -> Rotation | None:
+        """The rotary positions of the tokens, where there are some."""
+        return None
+
+    def attend(
+        self,
+        y: Tensor,
+        mask: Tensor | None,
+        tokens: Tokens,
+        rotation: Rotation | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """The output of the attention, where a token counts as often as its size says."""
+        layer, bias = self.self_attention(), self.mask(mask, tokens, y.dtype)
+        size = tokens.size if self.slot.proportional else None
+        drops = self.training and _dropout(layer) > 0
+        if size is None or drops or not has_kernel(layer, y, layer.head_dim):
+            if tokens.merges and rotation is not None:
+                sines, cosines = rotation.gathered()
+                options = {**options, "position_embeddings": (cosines, sines)}
+            return layer(y, attention_mask=bias, **options)[0]
+        projected = (project(y) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+        query, key, value = (part.unflatten(-1, (-1, layer.head_dim)) for part in projected)
+        if rotation is not None:
+            query, key = turn(query, rotation), turn(key, rotation)
+        out = attend_sized(query, key, value, size, _scale(layer), self.slot.counting)
+        return (layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj)(out)
 
     def mask(self, given: Tensor | None, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores of the attention: the log of the sizes, or a mask."""
@@ -115,23 +143,31 @@ class MergingLayer(Swapped, MergingMixin):
         return size_bias(tokens.size, dtype, self.slot.counting)
 
     def look(
-        self, query: Tensor, key: Tensor, size: Tensor | None, needs: frozenset[str], **context: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        size: Tensor | None,
+        needs: frozenset[str],
+        *,
+        rotation: Rotation | None = None,
     ) -> dict[str, Tensor]:
         layer = self.self_attention()
         heads = (-1, layer.head_dim)
-        scale = getattr(layer, "scaling", None) or layer.scale
         query, key = query.unflatten(-1, heads), key.unflatten(-1, heads)
         found = {"keys": key.mean(dim=2)} if "keys" in needs else {}
         needs = needs - {"keys"}
-        if needs:
-            query, key = self.compared(query, key, **context)
-            power, first = self.slot.counting, self.class_token
-            found |= hints_of(query, key, scale, size, needs, power, class_token=first)
-        return found
+        if needs and rotation is not None:
+            query, key = turn(query, rotation), turn(key, rotation)
+        power, first = self.slot.counting, self.num_prefix > 0
+        return found | hints_of(query, key, _scale(layer), size, needs, power, class_token=first)
 
-    def compared(self, query: Tensor, key: Tensor, **context: Any) -> tuple[Tensor, Tensor]:
-        """What the attention compares, `b t h d`."""
-        return query, key
+
+def _scale(layer: Any) -> float:
+    return layer.scaling if hasattr(layer, "scaling") else layer.scale
+
+
+def _dropout(layer: Any) -> float:
+    return layer.dropout if hasattr(layer, "dropout") else layer.attention_dropout
 
 
 def _unbiased(implementation: str) -> str:
@@ -293,7 +329,7 @@ class TowerAdapter(Adapter):
             slot.opens = False  # The embeddings open the forward.
             kind = swapped(self.layer, type(layer))
             convert_block_(layer, config, slot, kind, *self.projections(layer))
-            layer.class_token = num_prefix(tower) > 0
+            layer.num_prefix = num_prefix(tower)
         tower.embeddings.opened, tower.embeddings.patch = state, _patch(tower)
         become_(tower.embeddings, swapped(MergingEmbeddings, type(tower.embeddings)))
         if hasattr(tower, "head"):
@@ -310,7 +346,7 @@ class TowerAdapter(Adapter):
     def revert_(self, model: nn.Module) -> None:
         for layer in self.units(model):
             revert_block_(layer, host_of(layer), *self.projections(layer))
-            del layer.class_token
+            del layer.num_prefix
         for module in model.modules():
             for name in ("opened", "patch", "sized", "pooled", "num_prefix", "reads_class_token"):
                 if isinstance(module, Swapped):

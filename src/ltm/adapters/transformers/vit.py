@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from ltm.adapters.transformers.towers import MergingLayer, TowerAdapter
 class MergingViTLayer(MergingLayer):
     """A layer of ViT or DeiT."""
 
-    def attended(self, x: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         host = cast("Any", self)
-        return host.dropout(host.attention(host.layernorm_before(x), mask, **options)[0])
+        return host.dropout(attend(host.layernorm_before(x)))
 
     def transformed(self, z: Tensor) -> Tensor:
         host = cast("Any", self)

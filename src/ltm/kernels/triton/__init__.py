@@ -3,7 +3,13 @@
 Imported only where they run: on a GPU, or in Triton's interpreter.
 """
 
-from ltm.kernels.triton.attention import attention, attention_of, importance, importance_of
+from ltm.kernels.triton.attention import (
+    attention,
+    attention_of,
+    importance,
+    importance_of,
+    turned,
+)
 from ltm.kernels.triton.grids import merge_grid
 from ltm.kernels.triton.matching import assign, inform_and_assign
 from ltm.kernels.triton.merging import gather, merge_groups
@@ -20,4 +26,5 @@ __all__ = [
     "inform_and_assign",
     "merge_grid",
     "merge_groups",
+    "turned",
 ]

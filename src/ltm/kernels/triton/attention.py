@@ -198,6 +198,40 @@ def _attention_kernel(
     tl.store(place, answer.to(out.dtype.element_ty), mask=asking[:, None] & known[None])
 
 
+@triton.jit
+def _turn_kernel(
+    x, sines, cosines, positions, out, t, heads, d, prefix, groups, x_image, x_token, x_head,
+    angle_image, angle_head, angle_token, position_image,
+    PLACED: tl.constexpr, HALVES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of a head, turned by the angles of their places; a prefix stays as it is."""
+    image, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    some = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    width = tl.arange(0, WIDTH)
+    inside = (some < t)[:, None] & (width < d)[None]
+    if HALVES:
+        other = tl.where(width < d // 2, width + d // 2, width - d // 2)
+        sign = tl.where(width < d // 2, -1.0, 1.0)
+    else:
+        other = width ^ 1
+        sign = tl.where(width % 2 == 0, -1.0, 1.0)
+    start = x + image * x_image + head * x_head + some[:, None] * x_token
+    whole = tl.load(start + width[None], mask=inside, other=0.0).to(tl.float32)
+    across = tl.load(start + other[None], mask=inside, other=0.0).to(tl.float32) * sign[None]
+    stands = (some >= prefix) & (some < t)
+    place = some.to(tl.int64)
+    if PLACED:
+        place = tl.load(positions + image * position_image + some, mask=stands, other=0)
+    place = (place - prefix)[:, None]
+    angle = image * angle_image + head % groups * angle_head + place * angle_token
+    turns = stands[:, None] & (width < d)[None]
+    cosine = tl.load(cosines + angle + width[None], mask=turns, other=1.0).to(tl.float32)
+    sine = tl.load(sines + angle + width[None], mask=turns, other=0.0).to(tl.float32)
+    found = whole * cosine + across * sine
+    to = out + ((image * t + some[:, None]) * heads + head) * d + width[None]
+    tl.store(to, found.to(out.dtype.element_ty), mask=inside)
+
+
 class Heads(NamedTuple):
     """Queries, keys or values: where in memory those of an image, a token and a head begin."""
 
@@ -302,6 +336,32 @@ def attention_of(
     """Proportional attention of queries, keys and values, `b t h d`, to the input of `proj`."""
     _, t, h, d = query.shape
     return _attend(_heads(query), _heads(key), _heads(value), size, t, h, d, scale, power)
+
+
+def turned(
+    x: Tensor,
+    sines: Tensor,
+    cosines: Tensor,
+    positions: Tensor | None,
+    num_prefix: int,
+    halves: bool,
+) -> Tensor:
+    """Queries or keys, `b t h d`, turned by angles `i g n d`."""
+    b, t, h, d = x.shape
+    x, *strides, _ = _heads(x)
+    if sines.stride() != cosines.stride() or sines.stride(3) != 1:
+        sines, cosines = sines.contiguous(), cosines.contiguous()
+    angles = sines.stride(0) if len(sines) > 1 else 0, sines.stride(1), sines.stride(2)
+    placed = positions is not None
+    at = x if positions is None else positions
+    some = 16 if b < FEW_IMAGES else 32
+    out = x.new_empty(b, t, h, d)
+    _turn_kernel[b, parts_of(t, some), h](
+        x, sines, cosines, at, out, t, h, d, num_prefix, sines.shape[1], *strides, *angles,
+        at.stride(0) if placed else 0,
+        PLACED=placed, HALVES=halves, TOKENS=some, WIDTH=fitting(d), num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def _attend(
