@@ -142,22 +142,30 @@ def main() -> None:
     cases = SETS[args.set]
     for number in args.cases or range(len(cases)):
         began = time.monotonic()
-        rows.append(_measure(cases[number], args))
+        try:
+            rows.append(_measure(cases[number], args))
+        except (RuntimeError, ImportError) as error:
+            print(f"{cases[number]}: {error}", flush=True)
+            continue
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}
         print(shown, f"{time.monotonic() - began:.0f} s", flush=True)
         torch.cuda.empty_cache()
-    if args.output is not None:
-        names = [f"{name} {ratio:.2f}" for ratio in args.ratios for name in args.methods]
-        head = ["model", "px", "batch", "original, ms", *names]
-        lines = [
-            [r["model"], r["size"], r["batch"], r["original_ms"], *(f"{r[n]:.2f}x" for n in names)]
-            for r in rows
-        ]
-        given = " ".join(sys.argv[1:])
-        command = f"python -m reproduction.benchmarks.long_sequences {given}".rstrip()
-        about = {"command": command, "date": time.strftime("%Y-%m-%d"), **machine()}
-        about["dtype"] = "float16, CUDA graphs"
-        write_rows(args.output, about, rows, table(head, lines))
+        if args.output is not None:
+            _write(args, rows)
+
+
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    names = [f"{name} {ratio:.2f}" for ratio in args.ratios for name in args.methods]
+    head = ["model", "px", "batch", "original, ms", *names]
+    lines = [
+        [r["model"], r["size"], r["batch"], r["original_ms"], *(f"{r[n]:.2f}x" for n in names)]
+        for r in rows
+    ]
+    given = " ".join(sys.argv[1:])
+    command = f"python -m reproduction.benchmarks.long_sequences {given}".rstrip()
+    about = {"command": command, "date": time.strftime("%Y-%m-%d"), **machine()}
+    about["dtype"] = "float16, CUDA graphs"
+    write_rows(args.output, about, rows, table(head, lines))
 
 
 if __name__ == "__main__":
