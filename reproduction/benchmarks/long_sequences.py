@@ -70,7 +70,8 @@ def _made(case: Case) -> Any:
         if case.model.startswith("transformers"):
             import transformers  # noqa: PLC0415 - only these cases need it
 
-            config = transformers.ViTConfig(image_size=case.size, num_labels=1000)
+            settings: dict[str, Any] = {"image_size": case.size, "num_labels": 1000}
+            config = transformers.ViTConfig(**settings)
             return transformers.ViTForImageClassification(config).eval()
         return timm.create_model(case.model, img_size=case.size).eval()
 

@@ -139,7 +139,8 @@ def main() -> None:
             splits = [
                 read(args.data, part, model, args.workers, args.images) for part in ("train", "val")
             ]
-        seconds = train_(model, *splits[0], args)
+        images, labels = splits[0]
+        seconds = train_(model, images, labels, args)
         print(f"seed {seed}: {seconds:.0f} s of training", flush=True)
         rows += [{"seed": seed, **row} for row in measure(model, splits[1], args.ratios)]
         if args.output is not None:

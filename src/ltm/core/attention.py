@@ -59,7 +59,7 @@ def attend(
     return layer.proj_drop(layer.proj(attended))
 
 
-def has_kernel(layer: nn.Module, x: Float[Tensor, "b t c"], head_dim: int) -> bool:
+def has_kernel(layer: Any, x: Float[Tensor, "b t c"], head_dim: int) -> bool:
     """Whether `attend_sized` takes over from a layer whose heads are this wide; nobody listens."""
     learned = layer.parameters() if torch.is_grad_enabled() else ()
     hooked = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
