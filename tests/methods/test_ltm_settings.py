@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from ltm.methods import LTM, ByFamily, Informative, Learned, Matched, config_from_dict
+from ltm.methods.base import Hints, Site
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,7 @@ def test_old_names_can_be_read_and_replaced() -> None:
         LTM(),
         LTM(ratio=0.5, weights="uniform"),
         LTM(support=Learned(mask_form="letter", scope="batch"), weights=Informative(mlp=True)),
+        LTM(support=Learned(candidates="all", by_size=False)),
         LTM(sites=(1, 4), counts=(20, 9), support=Matched(operators=("merge", "norm"))),
         LTM(support=ByFamily(matched=Matched(attended=0.0))),
     ],
@@ -105,3 +108,23 @@ def test_uniform_weights_are_none() -> None:
 def test_what_does_not_fit_together_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("form", "share"), [("masked", 1 / 2), ("letter", 1 / 6)])
+def test_the_papers_mask_does_not_count_patches(form: Any, share: float) -> None:
+    """Two neighbours share a target; in the letter's form all six tokens weigh `e^0`."""
+    site = Site(
+        block=0, depth=1, num_in=6, num_out=3, width=8, num_prefix=0, num_classes=0, grid=(1, 6)
+    )
+    size = torch.tensor([[1.0, 9.0, 1.0, 1.0, 1.0, 1.0]]).expand(2, -1)
+    hints = Hints(num_out=3, size=size, carry=torch.zeros(2, 6))
+    masks = {
+        by_size: LTM(support=Learned(mask_form=form, by_size=by_size), counts=(3,))
+        .build(site)
+        .eval()(torch.randn(2, 6, 8), hints)
+        .merge.weights()
+        for by_size in (True, False)
+    }
+    counted, plain = masks[True], masks[False]
+    assert not torch.allclose(counted, plain)
+    assert torch.allclose(plain[plain > 0], torch.tensor(share))

@@ -1,7 +1,8 @@
 """The learned support M of a merging mask: which tokens may enter a merged token at all.
 
 Every target has an anchor, a token that is always in; its candidates are the tokens around the
-anchor; nothing else is a parameter. The choice among candidates is binary, from logistic (binary
+anchor; nothing else is a parameter. The paper's form has neither: every token may enter every
+target. The choice among candidates is binary, from logistic (binary
 Gumbel) noise on learnable logits, with a straight-through gradient.
 
 Letters: n tokens, p targets, k candidates of a target.
@@ -75,6 +76,22 @@ def grid_candidates(grid: Grid, num_tokens: int, num_targets: int) -> Candidates
     index = distance.topk(min(_NUM_CANDIDATES, num_tokens), dim=1, largest=False).indices
     return _candidates(
         index, torch.ones_like(index, dtype=torch.bool), chosen, distance.argmin(dim=0)
+    )
+
+
+def all_candidates(near: Candidates, num_tokens: int) -> Candidates:
+    """Every token as a candidate of every target, and no anchors: the paper's N x P choices.
+
+    They start from the same partition as their neighbours alone would.
+    """
+    num_targets = len(near.index)
+    home = near.index.new_zeros(num_targets, num_tokens)
+    home = home.scatter_add(1, near.index, near.home.long()) > 0
+    return Candidates(
+        index=torch.arange(num_tokens).expand(num_targets, -1).clone(),
+        valid=torch.ones_like(home),
+        anchor=torch.zeros_like(home),
+        home=home,
     )
 
 

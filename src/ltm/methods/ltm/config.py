@@ -334,8 +334,9 @@ def _support_of(settings: Mapping[str, Any]) -> Support | None:
     matched, learned = _part(Matched, settings), _part(Learned, settings)
     if kind == "matching" and learned != Learned():
         raise ValueError(
-            "support: got 'matching'; space='token', scope='batch' and mask_form='letter' "
-            "need support='learned', since matched places differ from image to image."
+            "support: got 'matching'; space='token', scope='batch', mask_form='letter', "
+            "candidates='all' and by_size=False need support='learned', since matched places "
+            "differ from image to image."
         )
     if kind == "learned" or learned != Learned():
         for name in ("operators", "protections"):

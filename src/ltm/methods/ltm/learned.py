@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from ltm.core.merge import (
 from ltm.core.schedule import Grid
 from ltm.core.support import (
     Candidates,
+    all_candidates,
     anchors,
     axis_candidates,
     choose,
@@ -52,6 +54,12 @@ class Learned:
     mask_form: Literal["masked", "letter"] = "masked"
     """Softmax over the support, or the paper's form: of the product with it, so that tokens outside
     the support get a weight too."""
+    candidates: Literal["neighbours", "all"] = "neighbours"
+    """Which tokens a target chooses from: those around its anchor, which is always in; or all of
+    them, with no anchor (the paper's form: a choice for each of N x P entries; along each side of a
+    grid)."""
+    by_size: bool = True
+    """Weigh tokens by the patches they stand for; the paper's mask does not."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -67,9 +75,17 @@ class Axis(nn.Module):
     chosen: Tensor | None
     """The support, kept where it is frozen; it follows from the logits, which are saved."""
 
-    def __init__(self, num_in: int, num_out: int, patches: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        patches: tuple[int, int] | None = None,
+        *,
+        chooses_from_all: bool = False,
+    ) -> None:
         super().__init__()
         self.num_in, self.num_out, self.patches = num_in, num_out, patches
+        self.chooses_from_all = chooses_from_all
         candidates = self._candidates(num_in, num_out, patches)
         self.logits = nn.Parameter(initial_logits(candidates))
         for name in ("index", "valid", "anchor", "home"):
@@ -83,8 +99,10 @@ class Axis(nn.Module):
 
     def _candidates(self, num_in: int, num_out: int, patches: tuple[int, int] | None) -> Candidates:
         if patches is None:
-            return axis_candidates(num_in, num_out)
-        return grid_candidates(patches, num_in, num_out)
+            near = axis_candidates(num_in, num_out)
+        else:
+            near = grid_candidates(patches, num_in, num_out)
+        return all_candidates(near, num_in) if self.chooses_from_all else near
 
     def forward(
         self, num_in: int, num_out: int, noise: float, patches: tuple[int, int] | None = None
@@ -140,11 +158,12 @@ class LearnedMerger(LTMMerger):
             )
         super().__init__(site, weights)
         self.keeps_grid = site.grid_in is not None
+        axis = partial(Axis, chooses_from_all=settings.candidates == "all")
         if site.grid_in is not None and site.grid_out is not None:
-            self.rows = Axis(site.grid_in[0], site.grid_out[0])
-            self.columns = Axis(site.grid_in[1], site.grid_out[1])
+            self.rows = axis(site.grid_in[0], site.grid_out[0])
+            self.columns = axis(site.grid_in[1], site.grid_out[1])
         else:
-            self.sequence = Axis(site.num_in, site.num_out, site.grid)
+            self.sequence = axis(site.num_in, site.num_out, site.grid)
         self.noise = 1.0
         """Scale of the noise on the logits in training; a training loop anneals it."""
         if settings.scope == "batch":
@@ -201,14 +220,17 @@ class LearnedMerger(LTMMerger):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The state of every patch, and what it weighs; None where all are alike."""
         k, step = self.site.num_prefix, self.step(hints)
-        plain = None if hints.size is None else hints.size[:, k:]
+        counts = hints.size is not None and self.settings.by_size
+        plain = hints.size[:, k:] if counts and hints.size is not None else None
         if self.settings.scope == "batch" and self.informative is not None:
             logits = self._batch_logits(tokens, hints, step)
-            if logits is None:
-                return None, plain
-            return logits, logits.exp() if plain is None else plain * logits.exp()
-        logits, weight = weigh(tokens, hints.size, hints.carry, step, k)
-        return logits, plain if weight is None else weight[:, k:]
+        else:
+            logits, weight = weigh(tokens, hints.size, hints.carry, step, k)
+            if weight is not None and self.settings.by_size:
+                return logits, weight[:, k:]
+        if logits is None:
+            return None, plain
+        return logits, logits.exp() if plain is None else plain * logits.exp()
 
     def _batch_logits(
         self, tokens: Tensor, hints: Hints, step: Step | None
@@ -240,14 +262,19 @@ class LearnedMerger(LTMMerger):
         """Softmax of the product `G~ o M`: tokens outside the support weigh as those at s = 0."""
         k = self.site.num_prefix
         # Not of every image where all share their sizes: they may share the mask, too.
-        size = token_sizes(tokens[:1], None) if hints.size is None else hints.size.float()
-        mask = _softmax_of(support, size[:, k:], logits[..., None])
+        size = self._counted(tokens[:1] if hints.size is None else tokens, hints)
+        mask = _softmax_of(support, size, logits[..., None])
         return DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
+
+    def _counted(self, tokens: Tensor, hints: Hints) -> Float[Tensor, "_ n"]:
+        """What each patch counts in the mask: the patches that it stands for, or one."""
+        size = hints.size if self.settings.by_size else None
+        return token_sizes(tokens, size)[:, self.site.num_prefix :].float()
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
         """The paper's letter: the gradient of the whole mask, `Z V^T`, one row per token."""
         step, k, settings = self.step(hints), self.site.num_prefix, self.settings
-        size = token_sizes(tokens, hints.size)[:, k:]
+        size = self._counted(tokens, hints)
         softmax = _softmax_of if settings.mask_form == "letter" else _softmax_on
         state = tokens.new_zeros(1, *support.shape, dtype=torch.float32)
         if hints.carry is not None:
