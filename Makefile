@@ -43,7 +43,7 @@ registry: $(INSTALLED)
 
 # All tables and figures of the paper on tiny networks: that everything runs, not what it finds.
 tables: $(INSTALLED)
-	$(BIN)/python -m reproduction all --scale smoke --output runs/tables-smoke
+	$(BIN)/python -m reproduction all --scale smoke --processes 2 --output runs/tables-smoke
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -56,7 +56,7 @@ docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(INSTALLED)
 	$(BIN)/mkdocs build --strict --quiet
 
-check: lint docs test
+check: lint docs test tables
 
 coverage: $(INSTALLED)
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered

@@ -32,6 +32,7 @@ def table(
     weights: str | None = None,
     transfer: str | None = None,
     seeds: int | None = None,
+    networks: tuple[str, ...] = (),
     output: Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     devices: int = 1,
@@ -39,6 +40,7 @@ def table(
     workers: int = 0,
     minutes: float | None = None,
     draw_only: bool = False,
+    draft: bool = False,
     readme: Path | None = None,
 ) -> None:
     """Run the experiment behind a table or figure of the paper, and write it.
@@ -65,6 +67,7 @@ def table(
         weights: ViT-Ti's ImageNet weights at scale small; by default timm's own.
         transfer: images of other classes, to transfer to.
         seeds: how many seeds, if not as many as the scale has.
+        networks: run rows of these networks alone, by the names in the tables; by default all.
         output: folder of rows and tables; by default runs/tables-SCALE.
         device: where networks run.
         devices: processes that train together, one per GPU.
@@ -72,6 +75,8 @@ def table(
         workers: loader processes.
         minutes: begin no further row after so many minutes; the same command goes on later.
         draw_only: write tables from the rows that are there, and run nothing.
+        draft: run from files that differ from their commit, or beside rows of another one; scale
+            smoke always may.
         readme: page to put the paper beside ours into (beside only).
     """
     from reproduction.tables import EXPERIMENTS, find_experiments
@@ -82,6 +87,7 @@ def table(
         return
     experiments = find_experiments("all" if name == "beside" else name)
     _check_numbers(devices, processes, seeds, minutes)
+    from reproduction.provenance import require_one_source
     from reproduction.rows import Store
     from reproduction.scales import check, make_scale, remembered
     from reproduction.scales.base import Sources
@@ -95,6 +101,8 @@ def table(
             check(scale, sources)
         sources = remembered(store, scale, sources, runs=runs)
         chosen = _with_seeds(make_scale(scale, sources), seeds)
+        if runs and scale != "smoke" and not draft:
+            require_one_source(store.sources(), output)
         declared = [(experiment, experiment.declare(chosen)) for experiment in experiments]
         if name == "beside":
             _write_beside(declared, store, scale, readme)
@@ -106,7 +114,7 @@ def table(
             from reproduction.running.parallel import run_side_by_side
             from reproduction.running.queue import run_jobs
 
-            jobs = [job for _, made in declared for job in made.jobs()]
+            jobs = chosen.in_turn([job for _, made in declared for job in made.jobs()], networks)
             if processes == 1:
                 summary = run_jobs(jobs, context)
             else:

@@ -3,7 +3,8 @@
 Networks and data of the smaller scales are not the paper's, so absolute numbers cannot agree; what
 can is the direction of a difference. A claim is confirmed when our 95% interval lies on its side
 of zero, and not confirmed otherwise. Where the paper's own numbers lie on the other side, what it
-claims is to be no worse than that.
+claims is to be no worse than that. Percentage points are compared by size, too: a difference of
+more than three times the paper's, or of less than a third, is not the paper's difference.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from reproduction.estimates import Found, Reader
 from reproduction.paper_numbers import paper_numbers
 from reproduction.rows import Store
 from reproduction.table_files import line, show
-from reproduction.tables.base import Claim, Experiment, Table
+from reproduction.tables.base import Claim, Experiment, Row, Table
 
+FAR = 3.0
+"""So many times the paper's difference is another difference."""
 BEGIN, END = "<!-- paper beside ours: begin -->", "<!-- paper beside ours: end -->"
 
 
@@ -41,7 +44,8 @@ def beside(tables: Iterable[tuple[Experiment, Table]], store: Store, scale: str)
             f"Scale `{scale}`, written by `ltm table beside` from the saved rows. A claim is a "
             "difference of two rows: confirmed when our 95% interval (over seeds; where there is "
             "one, over images or rounds of a race) lies on the paper's side of zero; where the "
-            "paper's own difference is on the other side, when ours is no worse."
+            "paper's own difference is on the other side, when ours is no worse. Percentage "
+            "points have to agree in size, too: within a factor of three."
         ),
     ]
     if scale == "smoke":
@@ -61,11 +65,12 @@ def judge(table: Table, claim: Claim, reader: Reader) -> Verdict:
     """Compare a claim of the paper with our rows."""
     digits = table.column(claim.column).digits
     found = reader.compare(table, claim)
+    sized = table.column(claim.column).points
     return Verdict(
         what=_sentence(claim),
         paper="stated" if claim.paper is None else f"{claim.paper:+.{max(digits, 2)}f}",
         ours=_difference(found, digits),
-        verdict=_verdict(claim, found, digits),
+        verdict=_verdict(claim, found, digits, sized=sized),
     )
 
 
@@ -94,7 +99,17 @@ def _difference(found: Found, digits: int) -> str:
     return text
 
 
-def _verdict(claim: Claim, found: Found, digits: int) -> str:
+def _size(claim: Claim, mean: float) -> str:
+    """How our difference compares with the paper's, where that is far from it."""
+    if not claim.paper or _allowance(claim):
+        return ""
+    times = mean / claim.paper
+    if 1 / FAR <= times <= FAR:
+        return ""
+    return f"{abs(times):.1f} times the paper's" if times > FAR else "less than a third of it"
+
+
+def _verdict(claim: Claim, found: Found, digits: int, *, sized: bool) -> str:
     value = found.estimate
     if value is None:
         return f"not tested: {found.problem}"
@@ -106,7 +121,8 @@ def _verdict(claim: Claim, found: Found, digits: int) -> str:
     low, high = (value.low, value.high) if claim.expected == "higher" else (-value.high, -value.low)
     allowed = _allowance(claim)
     if low > -allowed:
-        return "confirmed"
+        size = _size(claim, value.mean) if sized else ""
+        return f"direction confirmed, size not: {size}" if size else "confirmed"
     if high < -allowed:
         return f"not confirmed: {'the difference is larger' if allowed else 'the opposite'}"
     return "not confirmed: no clear difference"
@@ -117,21 +133,26 @@ def _numbers(experiment: Experiment, table: Table, reader: Reader) -> list[str]:
     printed = paper_numbers(experiment.name)
     if not printed:
         return []
-    ours = {row.paper_label: row for row in table.rows}
+    ours: dict[str, list[Row]] = {}
+    for row in table.rows:
+        ours.setdefault(row.paper_label, []).append(row)
     if not ours.keys() & printed.keys():
         return ["", "None of these rows stands beside one of the paper's, which are left out."]
     columns = [c for c in table.columns if any(c.name in numbers for numbers in printed.values())]
     lines = ["", "Paper / ours:", "", line(["paper's row", "ours", *(c.name for c in columns)])]
     lines.append(line(["---"] * (2 + len(columns))))
     for name, numbers in printed.items():
-        row = ours.get(name)
-        cells = [name, "not tested: this scale has no such row" if row is None else row.label]
-        for column in columns:
-            cell = None if row is None else row.cells.get(column.name)
-            shown = "-" if cell is None else show(reader.read(cell), column)
-            number = numbers.get(column.name)
-            cells.append(f"{'-' if number is None else f'{number:g}'} / {shown}")
-        lines.append(line(cells))
+        for row in ours.get(name, []):
+            cells = [name, row.label]
+            for column in columns:
+                cell = row.cells.get(column.name)
+                shown = "-" if cell is None else show(reader.read(cell), column)
+                number = numbers.get(column.name)
+                cells.append(f"{'-' if number is None else f'{number:g}'} / {shown}")
+            lines.append(line(cells))
+    absent = [name for name in printed if name not in ours]
+    if absent:
+        lines += ["", f"Rows of the paper that this scale does not have: {', '.join(absent)}."]
     return lines
 
 

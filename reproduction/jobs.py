@@ -53,6 +53,8 @@ class Classifier(Job):
     trains: bool = True
     layer: tuple[int, float] | None = None
     """One site (from 0) that keeps another share of its tokens than `per_block`."""
+    sites_of: MergeSettings | None = None
+    """Merge in the blocks where this method would, and keep as many tokens in each."""
 
     def needs(self) -> tuple[Job, ...]:
         return () if self.start is None else (self.start,)
@@ -177,6 +179,14 @@ def _plain(name: str, value: Any, *, whole: bool) -> Any:
     if name in _PATHS and isinstance(value, str) and not value.startswith(("hf:", "shapes")):
         return PurePath(value).name
     return value
+
+
+def settings_of(job: Job) -> TrainSettings | None:
+    """How the network is trained that a job is about, the first one where there are several."""
+    if isinstance(job, Classifier | Pruned):
+        return job.settings
+    first = next(iter(job.needs()), None)
+    return None if first is None else settings_of(first)
 
 
 def in_order(jobs: list[Job]) -> list[Job]:

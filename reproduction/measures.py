@@ -49,6 +49,11 @@ def minutes(values: Values, _of: Of) -> float:
     return fmean(epoch["train_seconds"] for epoch in values["history"]) / 60
 
 
+def epoch_seconds(values: Values, _of: Of) -> float:
+    """Seconds of an epoch of a detector, on the machine that trained it."""
+    return values["seconds_per_epoch"]
+
+
 def train_loss(values: Values, _of: Of) -> float:
     """Training loss of the last epoch."""
     return values["history"][-1]["train_loss"]
@@ -134,7 +139,7 @@ def _evenness(weights: list[float]) -> float:
 MEASURES: dict[str, Callable[[Values, Of], float]] = {
     measure.__name__: measure
     for measure in (
-        parameters, trained, gmacs, top1, minutes, train_loss, loss, milliseconds,
+        parameters, trained, gmacs, top1, minutes, epoch_seconds, train_loss, loss, milliseconds,
         throughput, ib_loss, ib_bound, box_precision, mask_precision, patches, evenness,
     )
 }  # fmt: skip

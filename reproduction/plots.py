@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ltm.report.pictures import figure_bytes
 from reproduction.estimates import Estimate, Reader
-from reproduction.tables.base import Cell, Experiment, Picture, Table
+from reproduction.tables.base import Cell, Experiment, Picture, Row, Table
 
 _COLOURS = ("#222222", "#d55e00", "#0072b2", "#009e73", "#aa4499", "#e69f00", "#56b4e9", "#999933")
 
@@ -39,7 +39,7 @@ def _points(experiment: Experiment, table: Table, picture: Picture, reader: Read
             xerr=value.reach,
             fmt="o",
             capsize=2.5,
-            color="#d55e00" if name.startswith("LTM-") else "#44545f",
+            color="#d55e00" if name.startswith("LTM (") else "#44545f",
         )
     axes.set_yticks(range(len(points)), [name for name, _ in points])
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
@@ -68,22 +68,23 @@ def points_of(table: Table, column: str, reader: Reader) -> list[tuple[str, Esti
 
 def _cost(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
     """A column of the rows against their GMACs."""
-    points = []
-    for row in table.rows:
-        cell, cost = row.cells.get(picture.column), row.cells.get("GMACs")
-        if cell is None or cost is None:
-            continue
-        value, macs = reader.read(cell).estimate, reader.read(cost).estimate
-        if value is not None and macs is not None:
-            points.append((macs.mean, value.mean, value.reach or 0.0))
-    if not points:
-        return None
     figure = Figure(figsize=(6, 3.8), layout="constrained")
     axes = figure.subplots()
-    x, y, reach = zip(*sorted(points), strict=True)
-    axes.errorbar(x, y, yerr=reach, marker="o", capsize=2.5, color="#d55e00")
+    groups = [group for group in dict.fromkeys(row.group for row in table.rows) if group]
+    for place, group in enumerate(groups or [""]):
+        # A row without a group, the untouched network, belongs to every line.
+        rows = [row for row in table.rows if row.group in ("", group)]
+        series = [(_cost_of(row, reader), row.cells.get(picture.column)) for row in rows]
+        known = sorted(((x, cell) for x, cell in series if x is not None), key=lambda pair: pair[0])
+        _series(axes, group, known, reader=reader, colour=_colour(place + 1))
     axes.set_ylabel(f"top-1, {picture.column}")
-    return _finished(figure, [axes], "", "GMACs")
+    return _legended(figure, [axes], "GMACs")
+
+
+def _cost_of(row: Row, reader: Reader) -> float | None:
+    cost = row.cells.get("GMACs")
+    found = None if cost is None else reader.read(cost).estimate
+    return None if found is None else found.mean
 
 
 def _lines(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
@@ -106,15 +107,19 @@ def _lines(_experiment: Experiment, table: Table, picture: Picture, reader: Read
 
 
 def _rows(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
-    """A line per column of one kind over the rows, which are numbered."""
-    figure = Figure(figsize=(6, 3.8), layout="constrained")
-    axes = figure.subplots()
+    """A line per column of one kind over the rows, which are numbered; a panel per group."""
+    groups = list(dict.fromkeys(row.group for row in table.rows))
+    figure = Figure(figsize=(1 + 4.2 * len(groups), 3.6), layout="constrained")
+    panels = list(figure.subplots(1, len(groups), squeeze=False)[0])
     columns = [c.name for c in table.columns if c.name.startswith(f"{picture.column} ")]
-    for place, name in enumerate(columns):
-        series = [(float(row.label.rpartition(" ")[2]), row.cells.get(name)) for row in table.rows]
-        _series(axes, name.rpartition(" ")[2], series, reader=reader, colour=_colour(place))
-    axes.set_ylabel(picture.column)
-    return _legended(figure, [axes], "layer")
+    for axes, group in zip(panels, groups, strict=True):
+        rows = [row for row in table.rows if row.group == group]
+        for place, name in enumerate(columns):
+            series = [(float(row.label.rpartition(" ")[2]), row.cells.get(name)) for row in rows]
+            _series(axes, name.rpartition(" ")[2], series, reader=reader, colour=_colour(place))
+        axes.set_title(group, fontsize=10)
+    panels[0].set_ylabel(picture.column)
+    return _legended(figure, panels, "layer")
 
 
 def _series(

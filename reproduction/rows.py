@@ -50,6 +50,10 @@ class Store:
         row = self._rows.read().get(identity(job))
         return None if row is None or not _current(row, job) else row["values"]
 
+    def sources(self) -> set[tuple[str | None, str | None]]:
+        """The commits of all rows, each with the hash of its code."""
+        return {(row.get("commit"), row.get("tree")) for row in self._rows.read().values()}
+
     def is_stale(self, job: Job) -> bool:
         """Whether there is a row that was made with other defaults than today's."""
         row = self._rows.read().get(identity(job))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ltm.files import write_bytes, write_text
 from reproduction.estimates import Found, Reader
-from reproduction.jobs import identity
+from reproduction.jobs import Bottleneck, Classifier, Job, identity
 from reproduction.plots import draw
 from reproduction.rows import Store
 from reproduction.tables.base import Column, Experiment, Table
@@ -74,9 +74,53 @@ def to_markdown(experiment: Experiment, table: Table, reader: Reader, scale: str
     means = "Values are means over seeds, with 95% intervals (Student's t)."
     lines += ["", means if several else "One value each: there is one seed."]
     lines += list(table.notes)
+    lines += _settings(table, reader)
     if problems:
         lines += ["", "What failed:", "", *dict.fromkeys(problems)]
     return "\n".join(lines) + "\n"
+
+
+def _settings(table: Table, reader: Reader) -> list[str]:
+    """How each row was made: where it merges, what trains, on how many images."""
+    lines = []
+    for row in table.rows:
+        jobs = [job for cell in row.cells.values() for job in cell.jobs]
+        classifiers = [found for job in jobs if (found := _classifier(job)) is not None]
+        if classifiers:
+            last = max(classifiers, key=_images_seen)
+            lines.append(line([row.label, *_setting(last, reader)]))
+    if not lines:
+        return []
+    heading = ["", "merges in blocks (tokens left)", "trains", "images seen in training"]
+    return ["", "How each row was made:", "", line(heading), line(["---"] * 4), *lines]
+
+
+def _classifier(job: Job) -> Classifier | None:
+    if isinstance(job, Classifier):
+        return job
+    return job.of if isinstance(job, Bottleneck) else None
+
+
+def _images_seen(job: Classifier) -> int:
+    """Images per epoch times epochs; without a number of its own, an epoch counts as one."""
+    return job.settings.optim.epochs * max(1, job.settings.data.epoch_images) if job.trains else 0
+
+
+def _setting(job: Classifier, reader: Reader) -> list[str]:
+    settings, values = job.settings, reader.values(job)
+    if settings.merge.method == "none":
+        sites = "none"
+    elif values is None:
+        sites = "not run"
+    else:
+        sites = ", ".join(f"{block} ({left})" for block, left in values["sites"])
+    if not job.trains:
+        return [sites, "nothing", "none"]
+    what = {"mergers": "mask modules", "all": "all weights", "norms": "mask modules and norms"}
+    trains = what[settings.tune.trainable] + (" and LoRA" if settings.tune.lora_rank else "")
+    drawn = settings.data.epoch_images
+    images = f"{settings.optim.epochs} x {f'{drawn:,}' if drawn else 'all'}"
+    return [sites, trains, images]
 
 
 def show(found: Found, column: Column) -> str:

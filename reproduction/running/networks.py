@@ -9,18 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 
 from ltm.api import conversion_of, gmacs, image_size_of, is_merging, load, merge_tokens_, save
 from ltm.core.schedule import ceil_count, ceil_grid, halve
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_splits
-from ltm.data.images import ImageDataset
+from ltm.data.images import ImageDataset, ImageFiles
 from ltm.data.loading import Loader, evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.methods import LTM
-from ltm.training.network import build, load_weights_, make_timm_model, save_plain, spec_of
-from ltm.training.settings import TrainSettings
+from ltm.training.network import (
+    build,
+    convert_,
+    load_weights_,
+    make_timm_model,
+    method_config,
+    save_plain,
+    spec_of,
+)
+from ltm.training.settings import MergeSettings, TrainSettings
 from reproduction.jobs import Classifier, Job, Pruned
 from reproduction.running.context import Context
 
@@ -39,14 +48,36 @@ def local_settings(job: Classifier | Pruned, context: Context) -> TrainSettings:
         settings = replace(settings, model=replace(settings.model, weights=folder))
     if isinstance(job, Classifier) and job.layer is not None:
         settings = _with_layer(settings, *job.layer)
+    if isinstance(job, Classifier) and job.sites_of is not None:
+        settings = _with_sites(settings, job.sites_of)
     return settings
+
+
+def _with_sites(settings: TrainSettings, other: MergeSettings) -> TrainSettings:
+    """The blocks and the numbers of tokens that another method has."""
+    host = _untouched(settings)
+    convert_(host, settings, method_config(other))
+    sites = [site for site in conversion_of(host).sites if site.merges]
+    options = (
+        f"sites={[site.block for site in sites]}",
+        f"counts={[site.num_out for site in sites]}",
+    )
+    merge = replace(settings.merge, ratio=None, per_block=None)
+    merge = replace(merge, method_options=(*merge.method_options, *options))
+    return replace(settings, merge=merge)
+
+
+def _untouched(settings: TrainSettings) -> nn.Module:
+    """The network before anything is loaded or converted."""
+    return make_timm_model(
+        replace(settings, model=replace(settings.model, weights=None, pretrained=False)), 2
+    )
 
 
 def _with_layer(settings: TrainSettings, index: int, rate: float) -> TrainSettings:
     """Explicit counts in which one site keeps another share of its tokens."""
     assert settings.merge.per_block is not None, "the other layers' share is per_block"
-    untouched = replace(settings.model, weights=None, pretrained=False)
-    host = make_timm_model(replace(settings, model=untouched), 2)
+    host = _untouched(settings)
     counts = layer_counts(
         host, image_spec(settings.data, host).size, settings.merge.per_block, index, rate
     )
@@ -91,7 +122,36 @@ def splits_of(settings: TrainSettings) -> Splits:
     )
 
 
-_opened = lru_cache(maxsize=4)(open_splits)
+@lru_cache(maxsize=4)
+def _opened(data: DataConfig) -> Splits:
+    splits = open_splits(data)
+    for images in (splits.train, splits.val):
+        if isinstance(images, ImageDataset):
+            images.files = _Remembered(images.files)
+    return splits
+
+
+class _Remembered:
+    """Images that are read once, as long as they fit: decoding takes longer than cropping."""
+
+    def __init__(self, files: ImageFiles, num_bytes: int = 1 << 29) -> None:
+        self._files, self._left = files, num_bytes
+        self._images: dict[int, Image.Image] = {}
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, index: int) -> str:
+        return self._files.name(index)
+
+    def read(self, index: int) -> Image.Image:
+        image = self._images.get(index)
+        if image is None:
+            image = self._files.read(index)
+            size = 3 * image.width * image.height
+            if size <= self._left:
+                self._images[index], self._left = image, self._left - size
+        return image
 
 
 def evaluation_images(settings: TrainSettings) -> ImageDataset:

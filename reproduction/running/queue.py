@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import subprocess
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from filelock import Timeout
 
 from ltm.evaluation.records import describe
 from reproduction.jobs import Job, Race, identity, in_order, resolved
+from reproduction.provenance import provenance
 from reproduction.running.context import Context, perform
 
 _WAIT_SECONDS = 0.5
@@ -180,7 +178,7 @@ class _Call:
             "values": values,
             "seconds": round(time.time() - began, 2),
             "finished": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            "commit": _commit(),
+            **dataclasses.asdict(provenance()),
             "environment": dataclasses.asdict(describe(self.context.device)),
         }
 
@@ -189,21 +187,3 @@ def _reason(error: BaseException) -> str:
     """An error in one line."""
     words = " ".join(str(error).split()) or "no reason given"
     return f"{type(error).__name__}: {words}"[:300]
-
-
-@cache
-def _commit() -> str | None:
-    """The commit of the code that runs; None where it was installed without one."""
-    folder = Path(__file__).resolve().parent
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None

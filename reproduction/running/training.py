@@ -61,9 +61,14 @@ def classify(job: Classifier, context: Context) -> dict[str, Any]:
 
 
 def _cost_values(model: nn.Module, settings: TrainSettings) -> dict[str, Any]:
-    """Parameters and multiply-adds; those of the untouched network too, where tokens merge."""
-    before = conversion_of(model).macs_before if is_merging(model) else None
+    """Parameters, multiply-adds, also before merging; the blocks that merge, tokens after each."""
+    before, sites = None, []
+    if is_merging(model):
+        conversion = conversion_of(model)
+        before = conversion.macs_before
+        sites = [(site.block, site.num_out) for site in conversion.sites if site.merges]
     return {
+        "sites": sites,
         "parameters": num_parameters(model),
         "macs": macs_of(model, spec_of(settings, model).size),
         "macs_before": before,

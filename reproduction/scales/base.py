@@ -6,12 +6,13 @@ a proof that everything runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ltm.detection.settings import DetectionSettings
 from ltm.training.settings import TrainSettings
+from reproduction.jobs import Job, settings_of
 
 ScaleName = Literal["paper", "small", "smoke"]
 
@@ -91,6 +92,8 @@ class Scale:
     name: ScaleName
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of rows that take part in a comparison."""
+    order: tuple[Network, ...] = ()
+    """Networks whose rows are run first, in this order."""
     ratio: float = 0.7
     peer_ratio: float = 0.75
     finetune: tuple[Network, ...]
@@ -99,8 +102,12 @@ class Scale:
     pruning: str | None
     """Label of the network that is pruned, of those in `scratch`."""
     pruning_steps: int
+    letter: str | None = None
+    """Label of the network, of those in `scratch`, that is trained with the letter's mask, too."""
     sweep: Network
     sweep_scratch: Network | None
+    sweep_epochs: int
+    """Epochs of fine-tuning for every ratio."""
     ratios: tuple[float, ...] = RATIOS
     scratch_ratios: tuple[float, ...]
     bottleneck: tuple[Network, ...]
@@ -114,7 +121,11 @@ class Scale:
     layer_ratios: tuple[float, ...] = (0.3, 0.5, 0.7, 0.9)
     """What that one keeps, in turn."""
     layer_epochs: int
+    layer_seeds: tuple[int, ...] = ()
+    """Seeds of that table, whose rows are many; by default all."""
     losses: tuple[Network, ...]
+    loss_cycles: int = 2
+    """How often networks train, one time after the other; the last time is shown."""
     heatmap: Network
     lora: Network
     transfer: Network
@@ -131,3 +142,21 @@ class Scale:
     detection: DetectionSettings
     segmenters: tuple[Backbone, ...] = SEGMENTERS
     segmentation: DetectionSettings
+
+    def turn(self, job: Job) -> int:
+        """When a job is run: with the other rows of its network."""
+        settings = settings_of(job)
+        if settings is None:
+            return len(self.order)
+        mine = (settings.model.name, settings.data.image_size)
+        named = [(n.tune.model.name, n.tune.data.image_size) for n in self.order]
+        return named.index(mine) if mine in named else len(named)
+
+    def in_turn(self, jobs: Iterable[Job], networks: Sequence[str] = ()) -> list[Job]:
+        """Jobs in the order in which they are run; of some networks alone, if any are named."""
+        known = [network.label for network in self.order]
+        for name in networks:
+            if name not in known:
+                raise ValueError(f"networks: got {name!r}; it must be one of {', '.join(known)}")
+        turns = [known.index(name) for name in networks] or range(len(known) + 1)
+        return sorted((job for job in jobs if self.turn(job) in turns), key=self.turn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ltm.data.config import AugmentConfig
 from ltm.detection.settings import RECIPES, DetectionSettings
 from ltm.models import changed
 from ltm.training.recipes import FINETUNE, SCRATCH
@@ -43,9 +44,11 @@ def paper_scale(sources: Sources) -> Scale:
         finetune=tuple(networks[name] for name in _FINETUNE),
         finetune_epochs=(1, 5, 10, 25, 50),
         scratch=tuple(networks.values()),
+        letter=_LABELS["mobilevit_xs"],
         pruning="EfficientViT-B1 [r224]",
         pruning_steps=5000,
         sweep=networks["vit_base"],
+        sweep_epochs=50,
         sweep_scratch=networks["vit_base"],
         scratch_ratios=RATIOS,
         bottleneck=tuple(
@@ -72,6 +75,7 @@ def paper_scale(sources: Sources) -> Scale:
 
 def _network(name: str, data: str) -> Network:
     scratch, tune = (_on(recipes[name], data) for recipes in (SCRATCH, FINETUNE))
+    tune = replace(tune, augment=AugmentConfig())  # the paper names no other for fine-tuning
     return Network(
         label=_LABELS[name],
         stands_for=_LABELS[name],

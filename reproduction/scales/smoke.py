@@ -35,7 +35,6 @@ def smoke_scale(_sources: Sources) -> Scale:
         "vit_tiny_patch16_224",
         arguments=_VIT,
         size=32,
-        options=("support=learned",),
     )
     efficientvit = _network(
         "EfficientViT",
@@ -53,9 +52,11 @@ def smoke_scale(_sources: Sources) -> Scale:
         finetune=(vit,),
         finetune_epochs=(1,),
         scratch=(vit, efficientvit),
+        letter="ViT",
         pruning="EfficientViT",
         pruning_steps=2,
         sweep=vit,
+        sweep_epochs=1,
         sweep_scratch=vit,
         ratios=(0.8, 0.7),
         scratch_ratios=(0.8,),
@@ -107,7 +108,6 @@ def _network(
     *,
     arguments: tuple[str, ...],
     size: int,
-    options: tuple[str, ...] = (),
     per_block: float | None = None,
 ) -> Network:
     tune = TrainSettings(
@@ -126,7 +126,6 @@ def _network(
     )
     scratch = replace(
         tune,
-        merge=replace(tune.merge, method_options=options),
         optim=OptimSettings(epochs=1, lr=1e-3),
         tune=TuneSettings(),
     )

@@ -4,11 +4,23 @@ from ltm.models import did_you_mean
 from reproduction.tables import bottlenecks, classification, detection, supplement
 from reproduction.tables.base import Experiment
 
+_ORDER = (
+    "finetune", "ib-finetune", "scratch", "ib-scratch", "sweep", "layers", "ib-layers", "losses",
+    "lora", "transfer", "heatmaps", "detection", "segmentation", "throughput",
+)  # fmt: skip
+"""What tells most comes first: tables are run in this order."""
+
 EXPERIMENTS: dict[str, Experiment] = {
     made.name: made
-    for module in (classification, detection, bottlenecks, supplement)
-    for made in vars(module).values()
-    if isinstance(made, Experiment)
+    for made in sorted(
+        (
+            made
+            for module in (classification, detection, bottlenecks, supplement)
+            for made in vars(module).values()
+            if isinstance(made, Experiment)
+        ),
+        key=lambda made: _ORDER.index(made.name),
+    )
 }
 
 

@@ -25,6 +25,8 @@ class Column:
     name: str
     digits: int = 2
     better: Better | None = None
+    points: bool = False
+    """Its differences are percentage points, which the paper's can be measured against."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ GMACS = Column(name="GMACs", digits=3)
 
 def top1(name: str = "top-1") -> Column:
     """A column of accuracies."""
-    return Column(name=name, better="higher")
+    return Column(name=name, better="higher", points=True)
 
 
 def informations(name: str) -> Column:

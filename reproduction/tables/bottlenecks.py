@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from reproduction.jobs import Classifier
 from reproduction.scales.base import Network, Scale
@@ -27,11 +28,13 @@ from reproduction.tables.base import (
 )
 from reproduction.tables.classification import tuned_jobs, untrained_jobs
 from reproduction.tables.shared_jobs import (
-    base_from_scratch,
+    ENTRANTS,
+    OURS,
     bottleneck,
     label,
     method_row,
     scratch_jobs,
+    started,
     tuned,
 )
 
@@ -45,11 +48,13 @@ def _cells(jobs: Sequence[Classifier], suffix: str = "") -> dict[str, Cell]:
 
 
 def _claims(rows: list[Row], network: Network, column: str, other_column: str) -> list[Claim]:
-    ours = label("ltm", network)
+    others = (("none", other_column), ("tome", other_column), ("tome-same", other_column))
     return [
-        claim(rows, ours, label(method, network), column, "lower", other_column=used)
-        for method, used in (("none", other_column), ("tome", other_column), ("ltmp", column))
-    ]
+        claim(rows, label(ours, network), label(method, network), column, "lower",
+              other_column=used)
+        for ours in OURS
+        for method, used in (*others, ("ltmp", column))
+    ]  # fmt: skip
 
 
 @experiment("ib-finetune", item="Table 6", title="IB loss and bound, fine-tuned")
@@ -59,17 +64,24 @@ def _finetuned(scale: Scale) -> Table:
     rows: list[Row] = []
     claims: list[Claim] = []
     for network in scale.bottleneck:
-        for method in ("none", "tome"):
+        for method in ("none", "tome", "tome-same"):
             jobs = untrained_jobs(network, method, scale)
             cells = gmacs(jobs) | _cells(jobs, " @0")
             rows.append(method_row("ib-finetune", method, network, cells))
-        for method in ("ltmp", "ltm"):
+        for method in ("ltmp", *OURS):
             cells = gmacs(tuned_jobs(network, method, epochs[-1], scale))
+            if method in OURS:
+                cells |= _cells(untrained_jobs(network, method, scale), " @0")
             for number in epochs:
                 cells |= _cells(tuned_jobs(network, method, number, scale), f" @{number}")
             rows.append(method_row("ib-finetune", method, network, cells))
         for kind in _INFORMATION:
             claims += _claims(rows, network, f"{kind} @{epochs[-1]}", f"{kind} @0")
+        claims += [
+            claim(rows, label(ours, network), label("none", network), f"top-1 @{epochs[-1]}",
+                  "higher", other_column="top-1 @0")
+            for ours in OURS
+        ]  # fmt: skip
     after = [0, *epochs]
     columns = [GMACS, *(top1(f"top-1 @{number}") for number in after)]
     columns += [informations(f"{kind} @{number}") for kind in _INFORMATION for number in after]
@@ -86,7 +98,10 @@ _UNITS = (
 )
 _LAYERS_OF = "MobileViT-S"
 """The network whose layers the paper's table goes through."""
-_PLACE = "The bottleneck is that of the last block."
+_PLACE = (
+    "The bottleneck is that of the last block. ToMe and LTMP merge in every block, LTM in three of "
+    "a ViT; ToMe (LTM's sites) merges in the same blocks as LTM (matched) and keeps as many tokens."
+)
 
 
 @experiment("ib-scratch", item="Table 7", title="IB loss and bound, from scratch")
@@ -96,9 +111,9 @@ def scratch(scale: Scale) -> Table:
     claims: list[Claim] = []
     last = scale.bottleneck_epochs[-1]
     for network in scale.bottleneck:
-        jobs = {method: untrained_jobs(network, method, scale) for method in ("none", "tome")}
+        jobs = {method: untrained_jobs(network, method, scale) for method in ("tome", "tome-same")}
         jobs["ltmp"] = tuned_jobs(network, "ltmp", last, scale)
-        jobs["ltm"] = scratch_jobs(network, scale)
+        jobs |= {method: scratch_jobs(network, method, scale) for method in ("none", *OURS)}
         for method, found in jobs.items():
             cells = gmacs(found) | _cells(found)
             rows.append(method_row("ib-scratch", method, network, cells))
@@ -140,8 +155,8 @@ def by_layer(scale: Scale) -> Table:
     series = {
         f"{name}, epoch {epoch}": [bottleneck(job, epoch) for job in jobs]
         for name, jobs in (
-            (label("none", network), [base_from_scratch(network, s) for s in scale.seeds]),
-            (label("ltm", network), scratch_jobs(network, scale)),
+            (label(method, network), scratch_jobs(network, method, scale))
+            for method in ("none", *OURS)
         )
         for epoch in dict.fromkeys((third, end))
     }
@@ -155,9 +170,11 @@ def by_layer(scale: Scale) -> Table:
     columns = tuple(
         informations(f"{kind} {layer + 1}") for kind in _INFORMATION for layer in range(num_layers)
     )
-    names = [f"{label(method, network)}, epoch {end}" for method in ("ltm", "none")]
+    names = [f"{label(method, network)}, epoch {end}" for method in (*OURS, "none")]
     claims = [
-        claim(rows, names[0], names[1], f"{kind} {num_layers}", "lower") for kind in _INFORMATION
+        claim(rows, name, names[-1], f"{kind} {num_layers}", "lower")
+        for name in names[:-1]
+        for kind in _INFORMATION
     ] + [
         claim(rows, name, name, f"{kind} {num_layers}", "lower", other_column=f"{kind} 1")
         for name in names
@@ -181,18 +198,18 @@ def losses(scale: Scale) -> Table:
     rows: list[Row] = []
     claims: list[Claim] = []
     for network in scale.losses:
-        found = {
-            "none": [base_from_scratch(network, seed) for seed in scale.seeds],
-            "ltm": scratch_jobs(network, scale),
-        }
-        for method, jobs in found.items():
+        for method in ("none", *OURS):
+            jobs = scratch_jobs(network, method, scale)
+            for _ in range(scale.loss_cycles - 1):
+                jobs = [Classifier(settings=started(job.settings), start=job) for job in jobs]
             cells = {
                 "training loss": cell("train_loss", jobs),
                 "test loss": cell("loss", jobs),
             }
             rows.append(Row(label=label(method, network), cells=cells))
         claims += [
-            claim(rows, label("ltm", network), label("none", network), column.name, "lower")
+            claim(rows, label(method, network), label("none", network), column.name, "lower")
+            for method in OURS
             for column in columns
         ]
     return Table(
@@ -217,22 +234,16 @@ def layers(scale: Scale) -> Table:
     rows, columns = [], []
     for ratio in scale.layer_ratios:
         columns += [top1(f"top-1 r={ratio:g}"), informations(f"IB loss r={ratio:g}")]
-    for layer in range(scale.layers.num_layers):
-        cells: dict[str, Cell] = {}
-        for ratio in scale.layer_ratios:
-            changed = None if ratio == scale.layer_share else (layer, ratio)
-            jobs = [
-                tuned(network, "ltm", None, epochs, seed, layer=changed,
-                      merge={"per_block": scale.layer_share})
-                for seed in scale.seeds
-            ]  # fmt: skip
-            cells[f"top-1 r={ratio:g}"] = cell("top1", jobs)
-            cells[f"IB loss r={ratio:g}"] = cell(
-                "ib_loss", [bottleneck(job) for job in jobs], layer
+    for method in OURS:
+        for layer in range(scale.layers.num_layers):
+            name = f"layer {layer + 1}"
+            made = row(
+                "layers",
+                f"{ENTRANTS[method].title}, {name}",
+                name if is_papers else "",
+                _layer_cells(scale, method, layer),
             )
-        name = f"layer {layer + 1}"
-        printed = name if is_papers else ""
-        rows.append(row("layers", name, printed, cells))
+            rows.append(replace(made, group=ENTRANTS[method].title))
     return Table(
         columns=tuple(columns),
         rows=tuple(rows),
@@ -254,16 +265,37 @@ def layers(scale: Scale) -> Table:
     )
 
 
+def _layer_cells(scale: Scale, method: str, layer: int) -> dict[str, Cell]:
+    """What one layer's ratios give: top-1, and the loss of that layer."""
+    cells: dict[str, Cell] = {}
+    for ratio in scale.layer_ratios:
+        changed = None if ratio == scale.layer_share else (layer, ratio)
+        jobs = [
+            tuned(scale.layers.network, method, None, scale.layer_epochs, seed, layer=changed,
+                  merge={"per_block": scale.layer_share})
+            for seed in scale.layer_seeds or scale.seeds
+        ]  # fmt: skip
+        cells[f"top-1 r={ratio:g}"] = cell("top1", jobs)
+        cells[f"IB loss r={ratio:g}"] = cell("ib_loss", [bottleneck(job) for job in jobs], layer)
+    return cells
+
+
 def _layer_claims(rows: list[Row], scale: Scale) -> list[Claim]:
-    """In the bottom layers, fewer tokens cost accuracy and raise the loss."""
+    """From most tokens to the usual share the loss falls and top-1 rises; with fewer the reverse.
+
+    The paper says the second of all layers, and that it shows most in the first five.
+    """
+    usual, most = scale.layer_share, max(scale.layer_ratios)
+    rise: tuple[Better, Better] = ("higher", "lower")
+    fall: tuple[Better, Better] = ("lower", "higher")
+    steps = [(usual, most, rise)] if most > usual else []
+    steps += [(ratio, usual, fall) for ratio in scale.layer_ratios if ratio < usual]
     found: list[Claim] = []
-    kinds: tuple[tuple[str, Better], ...] = (("top-1", "lower"), ("IB loss", "higher"))
-    usual, least = f"r={scale.layer_share:g}", f"r={min(scale.layer_ratios):g}"
-    for made in rows[:5]:
-        for kind, expected in kinds:
-            first, other = f"{kind} {least}", f"{kind} {usual}"
-            if first in made.cells and other in made.cells:
+    for made in rows:
+        for first, other, expected in steps:
+            for kind, way in zip(("top-1", "IB loss"), expected, strict=True):
+                names = (f"{kind} r={first:g}", f"{kind} r={other:g}")
                 found.append(
-                    claim(rows, made.label, made.label, first, expected, other_column=other)
+                    claim(rows, made.label, made.label, names[0], way, other_column=names[1])
                 )
     return found

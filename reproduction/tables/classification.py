@@ -26,7 +26,8 @@ from reproduction.tables.base import (
     top1,
 )
 from reproduction.tables.shared_jobs import (
-    NAMES,
+    ENTRANTS,
+    OURS,
     base,
     converted,
     from_scratch,
@@ -41,13 +42,14 @@ from reproduction.tables.shared_jobs import (
 )
 
 UNTRAINED = ("none", "tome", "tofu")
-LEARNED = ("ltmp", "ltm")
+SAME_SITES = ("tome-same", "tofu-same")
+LEARNED = ("ltmp", *OURS)
 _PRUNERS = {"s2vite": "S2ViTE", "spvit": "SPViT", "savit": "SAViT"}
 
 
 def untrained_jobs(network: Network, method: str, scale: Scale) -> list[Classifier]:
     """The untouched network, or one that merges without training, of all seeds."""
-    seeds = seeds_of(network, method, scale)
+    seeds = seeds_of(network, scale)
     return [converted(network, method, ratio_of(network, method, scale), seed) for seed in seeds]
 
 
@@ -98,34 +100,56 @@ def _shares(network: Network, scale: Scale) -> str:
     """What LTM keeps, then what its peers keep, by name where they differ."""
     theirs: dict[float, list[str]] = {}
     for method in ("tome", "tofu", "ltmp"):
-        name = NAMES[method].rstrip("-")
-        theirs.setdefault(ratio_of(network, method, scale), []).append(name)
+        theirs.setdefault(ratio_of(network, method, scale), []).append(ENTRANTS[method].title)
     peers = [
         f"{share:g}" if len(theirs) == 1 else f"{share:g} ({', '.join(names)})"
         for share, names in theirs.items()
     ]
-    return f"{network.label} {ratio_of(network, 'ltm', scale):g} and {', '.join(peers)}"
+    return f"{network.label} {ratio_of(network, 'matched', scale):g} and {', '.join(peers)}"
+
+
+def _all_trained(name: str) -> str:
+    return f"{name}, all trained"
+
+
+def all_trained_jobs(network: Network, method: str, scale: Scale) -> list[Classifier]:
+    """All weights trained on as long as mask modules are; the untouched network too."""
+    ratio = None if method == "none" else ratio_of(network, method, scale)
+    epochs, lr = scale.finetune_epochs[-1], min(network.scratch.optim.lr, 1e-4)
+    return [
+        tuned(network, method, ratio, epochs, seed, tune={"trainable": "all"}, optim={"lr": lr})
+        for seed in scale.seeds
+    ]
 
 
 def _finetune_rows(network: Network, scale: Scale) -> list[Row]:
     epochs, race = scale.finetune_epochs, _table_race(network, scale)
     rows = []
-    for method in UNTRAINED:
+    for method in (*UNTRAINED, *SAME_SITES):
         jobs = untrained_jobs(network, method, scale)
-        cells = _costs(method, jobs, race) | {"top-1 @0": cell("top1", jobs)}
+        cells = sizes(jobs) | {"top-1 @0": cell("top1", jobs)}
+        if method in UNTRAINED:
+            cells |= _milliseconds(method, race)
         rows.append(method_row("finetune", method, network, cells))
     for method in LEARNED:
         jobs = tuned_jobs(network, method, epochs[-1], scale)
-        cells = _costs(method, jobs, race) | {"min/epoch": cell("minutes", jobs)}
+        cells = sizes(jobs, macs_vary=method == "ltmp") | _milliseconds(method, race)
+        cells["min/epoch"] = cell("minutes", jobs)
+        if method in OURS:
+            cells["top-1 @0"] = cell("top1", untrained_jobs(network, method, scale))
         for number in epochs:
             cells[f"top-1 @{number}"] = cell("top1", tuned_jobs(network, method, number, scale))
         rows.append(method_row("finetune", method, network, cells))
+    for method in ("none", *OURS):
+        jobs = all_trained_jobs(network, method, scale)
+        cells = sizes(jobs) | {"min/epoch": cell("minutes", jobs)}
+        cells[f"top-1 @{epochs[-1]}"] = cell("top1", jobs)
+        rows.append(Row(label=_all_trained(label(method, network)), cells=cells))
     return rows
 
 
-def _costs(method: str, jobs: list[Classifier], race: Race) -> dict[str, Cell]:
-    race_cell = {"ms/batch": cell("milliseconds", [race], method)}
-    return sizes(jobs, macs_vary=method == "ltmp") | race_cell
+def _milliseconds(method: str, race: Race) -> dict[str, Cell]:
+    return {"ms/batch": cell("milliseconds", [race], method)}
 
 
 def _table_race(network: Network, scale: Scale) -> Race:
@@ -141,16 +165,21 @@ def _table_race(network: Network, scale: Scale) -> Race:
 
 
 def _finetune_claims(rows: list[Row], network: Network, epochs: tuple[int, ...]) -> list[Claim]:
-    ours, last = label("ltm", network), f"top-1 @{epochs[-1]}"
-    against = [
-        claim(rows, ours, label(method, network), last, "higher", other_column="top-1 @0")
-        for method in UNTRAINED
-    ]
-    by_epoch = [
-        claim(rows, ours, label("ltmp", network), f"top-1 @{number}", "higher") for number in epochs
-    ]
-    faster = claim(rows, ours, label("none", network), "ms/batch", "lower")
-    return [*against, *by_epoch, faster]
+    last, found = f"top-1 @{epochs[-1]}", []
+    for method in OURS:
+        ours = label(method, network)
+        found += [
+            claim(rows, ours, label(other, network), last, "higher", other_column="top-1 @0")
+            for other in (*UNTRAINED, *SAME_SITES)
+        ]
+        found += [
+            claim(rows, ours, label("ltmp", network), f"top-1 @{number}", "higher")
+            for number in epochs
+        ]
+        original = _all_trained(label("none", network))
+        found.append(claim(rows, _all_trained(ours), original, last, "higher"))
+        found.append(claim(rows, ours, label("none", network), "ms/batch", "lower"))
+    return found
 
 
 @experiment("scratch", item="Table 2", title="Trained from scratch: cost and top-1")
@@ -159,10 +188,12 @@ def scratch(scale: Scale) -> Table:
     rows: list[Row] = []
     claims: list[Claim] = []
     for network in scale.scratch:
-        methods = [*UNTRAINED, "ltmp", "ltm"]
+        forms = (*OURS, "letter") if network.label == scale.letter else OURS
+        methods = [*UNTRAINED, "ltmp", *forms]
         jobs = {method: _scratch_jobs(network, method, scale) for method in methods}
         if network.label == scale.pruning:
             jobs |= {peer: _pruned_jobs(network, peer, scale) for peer in _PRUNERS}
+        others: list[str] = []
         for method, found in jobs.items():
             name = _PRUNERS.get(method)
             names = [f"{name}-{n}" for n in (network.label, network.stands_for)] if name else [
@@ -170,9 +201,13 @@ def scratch(scale: Scale) -> Table:
             ]  # fmt: skip
             cells = sizes(found, macs_vary=method == "ltmp") | {"top-1": cell("top1", found)}
             rows.append(row("scratch", names[0], names[1], cells))
-            if method != "ltm":
-                claims.append(claim(rows, label("ltm", network), names[0], "top-1", "higher"))
-    claims = [claim(rows, c.row, c.other, c.column, c.expected) for c in claims]
+            if method not in forms:
+                others.append(names[0])
+        claims += [
+            claim(rows, label(form, network), other, "top-1", "higher")
+            for form in forms
+            for other in others
+        ]
     return Table(
         columns=(PARAMETERS, GMACS, top1()),
         rows=tuple(rows),
@@ -189,8 +224,8 @@ def scratch(scale: Scale) -> Table:
 
 
 def _scratch_jobs(network: Network, method: str, scale: Scale) -> list[Classifier]:
-    if method == "ltm":
-        return scratch_jobs(network, scale)
+    if ENTRANTS[method].method in ("none", "ltm"):
+        return scratch_jobs(network, method, scale)
     if method == "ltmp":
         return tuned_jobs(network, method, scale.finetune_epochs[0], scale)
     return untrained_jobs(network, method, scale)
@@ -226,14 +261,17 @@ def sweep(scale: Scale) -> Table:
         jobs = [base(other, seed) for seed in scale.seeds]
         cells["from scratch"] = cell("top1", jobs)
     rows = [row("sweep", network.label, "ViT-B", cells)]
-    epochs = scale.finetune_epochs[0 if scale.name == "small" else -1]
-    for ratio in scale.ratios:
-        jobs = [tuned(network, "ltm", ratio, epochs, seed) for seed in scale.seeds]
-        cells = gmacs(jobs) | {"fine-tuned": cell("top1", jobs)}
-        if other is not None and ratio in scale.scratch_ratios:
-            trained = [from_scratch(other, ratio, seed) for seed in scale.seeds]
-            cells["from scratch"] = cell("top1", trained)
-        rows.append(row("sweep", f"LTM r={ratio:.2f}", f"LTM r={ratio:.2f}", cells))
+    epochs = scale.sweep_epochs
+    for method in OURS:
+        for ratio in scale.ratios:
+            jobs = [tuned(network, method, ratio, epochs, seed) for seed in scale.seeds]
+            cells = gmacs(jobs) | {"fine-tuned": cell("top1", jobs)}
+            if other is not None and ratio in scale.scratch_ratios:
+                trained = [from_scratch(other, method, ratio, seed) for seed in scale.seeds]
+                cells["from scratch"] = cell("top1", trained)
+            name = f"{ENTRANTS[method].title} r={ratio:.2f}"
+            made = row("sweep", name, f"LTM r={ratio:.2f}", cells)
+            rows.append(replace(made, group=ENTRANTS[method].title))
     claims = [
         claim(rows, made.label, network.label, column, "higher")
         for made in rows[1:]

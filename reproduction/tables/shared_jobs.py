@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ltm.detection.settings import DetectionSettings
@@ -12,17 +12,68 @@ from reproduction.jobs import Bottleneck, Classifier, Detector
 from reproduction.scales.base import Backbone, Network, Scale
 from reproduction.tables.base import Cell, Row, row
 
-NAMES = {"none": "", "tome": "ToMe-", "tofu": "ToFu-", "ltmp": "LTMP-", "ltm": "LTM-"}
+
+@dataclass(frozen=True, kw_only=True)
+class Entrant:
+    """What a row of a table is about: a method and the form of it."""
+
+    method: str
+    title: str
+    papers: str
+    """What the paper calls it."""
+    options: tuple[str, ...] = ()
+    same_sites: bool = False
+    """It merges where LTM (matched) does, and keeps as many tokens."""
 
 
-def label(method: str, network: Network | Backbone) -> str:
-    """A row's label, as the paper writes it."""
-    return f"{NAMES[method]}{network.label}"
+def _peer(method: str, title: str) -> dict[str, Entrant]:
+    """A method that trains nothing: as published, and where LTM merges."""
+    return {
+        method: Entrant(method=method, title=title, papers=title),
+        f"{method}-same": Entrant(
+            method=method, title=f"{title} (LTM's sites)", papers="", same_sites=True
+        ),
+    }
 
 
-def paper_label(method: str, network: Network | Backbone) -> str:
-    """The label of the paper's row that stands beside."""
-    return f"{NAMES[method]}{network.stands_for}"
+ENTRANTS = {
+    "none": Entrant(method="none", title="", papers=""),
+    **_peer("tome", "ToMe"),
+    **_peer("tofu", "ToFu"),
+    "ltmp": Entrant(method="ltmp", title="LTMP", papers="LTMP"),
+    "learned": Entrant(
+        method="ltm", title="LTM (learned mask)", papers="LTM", options=("support=learned",)
+    ),
+    "matched": Entrant(
+        method="ltm", title="LTM (matched)", papers="LTM", options=("support=matching",)
+    ),
+    "letter": Entrant(
+        method="ltm",
+        title="LTM (learned mask, letter)",
+        papers="LTM",
+        options=(
+            "support=learned", "candidates=all", "mask_form=letter", "by_size=False", "step=raw",
+        ),
+    ),
+}  # fmt: skip
+"""All entrants: LTM as the paper has it, as we have it, and in the paper's letter."""
+OURS = ("learned", "matched")
+"""The paper's own mask, and ours: what every claim about LTM is asked of."""
+
+
+def _named(title: str, network: str) -> str:
+    return f"{title}-{network}" if title else network
+
+
+def label(entrant: str, network: Network | Backbone) -> str:
+    """A row's label, as the paper writes it, with the form of LTM."""
+    return _named(ENTRANTS[entrant].title, network.label)
+
+
+def paper_label(entrant: str, network: Network | Backbone) -> str:
+    """The label of the paper's row that stands beside; empty where there is none."""
+    found = ENTRANTS[entrant]
+    return "" if found.same_sites else _named(found.papers, network.stands_for)
 
 
 def method_row(
@@ -32,10 +83,9 @@ def method_row(
     return row(table, label(method, network), paper_label(method, network), cells)
 
 
-def seeds_of(network: Network, method: str, scale: Scale) -> tuple[int, ...]:
+def seeds_of(network: Network, scale: Scale) -> tuple[int, ...]:
     """Seeds of an untrained row: one where the published weights leave nothing to chance."""
-    trains = method in ("ltm", "ltmp")
-    return scale.seeds if trains or not network.pretrained else scale.seeds[:1]
+    return scale.seeds[:1] if network.pretrained else scale.seeds
 
 
 def base(network: Network, seed: int) -> Classifier:
@@ -60,12 +110,17 @@ def converted(network: Network, method: str, ratio: float, seed: int) -> Classif
     start = base(network, seed)
     if network.pretrained:
         settings = with_seed(settings, 0)
-    return Classifier(settings=settings, start=start, trains=False)
+    sites = None
+    if ENTRANTS[method].same_sites:
+        sites = with_method(network.tune, "matched", ratio).merge
+    return Classifier(settings=settings, start=start, trains=False, sites_of=sites)
 
 
 def ratio_of(network: Network, method: str, scale: Scale) -> float:
-    """The share of the MACs that LTM keeps, or one of its peers."""
-    return network.shares.get(method, scale.ratio if method == "ltm" else scale.peer_ratio)
+    """The share of the MACs that LTM keeps, or one of its peers; where LTM merges, LTM's."""
+    found = ENTRANTS[method]
+    own = found.method == "ltm" or found.same_sites
+    return network.shares.get("ltm" if own else method, scale.ratio if own else scale.peer_ratio)
 
 
 def tuned(
@@ -80,15 +135,17 @@ def tuned(
     return Classifier(settings=settings, start=base(network, seed), layer=layer)
 
 
-def from_scratch(network: Network, ratio: float, seed: int) -> Classifier:
+def from_scratch(network: Network, method: str, ratio: float, seed: int) -> Classifier:
     """LTM trained from the beginning."""
-    return Classifier(settings=with_seed(with_method(network.scratch, "ltm", ratio), seed))
+    return Classifier(settings=with_seed(with_method(network.scratch, method, ratio), seed))
 
 
-def scratch_jobs(network: Network, scale: Scale) -> list[Classifier]:
-    """LTM trained from the beginning at its usual share, of all seeds."""
-    ratio = ratio_of(network, "ltm", scale)
-    return [from_scratch(network, ratio, seed) for seed in scale.seeds]
+def scratch_jobs(network: Network, method: str, scale: Scale) -> list[Classifier]:
+    """LTM trained from the beginning at its usual share, or the network itself, of all seeds."""
+    if method == "none":
+        return [base_from_scratch(network, seed) for seed in scale.seeds]
+    ratio = ratio_of(network, method, scale)
+    return [from_scratch(network, method, ratio, seed) for seed in scale.seeds]
 
 
 def bottleneck(job: Classifier, epoch: int | None = None) -> Bottleneck:
@@ -100,13 +157,16 @@ def detector(
     settings: DetectionSettings, backbone: Backbone, method: str, scale: Scale, seed: int
 ) -> Detector:
     """A detector on a backbone."""
-    kind: Any = method
+    found = ENTRANTS[method]
     return Detector(
         settings=replace(
             settings,
             detector=replace(settings.detector, backbone=backbone.name),
             merge=replace(
-                settings.merge, method=kind, ratio=None if method == "none" else scale.ratio
+                settings.merge,
+                method=found.method,
+                ratio=None if method == "none" else scale.ratio,
+                method_options=found.options,
             ),
             run=replace(settings.run, seed=seed),
         )
@@ -114,14 +174,17 @@ def detector(
 
 
 def with_method(settings: TrainSettings, method: str, ratio: float | None) -> TrainSettings:
-    """Settings with another method; options of LTM's own do not go over to others."""
-    kind: Any = method
-    options = settings.merge.method_options if method == "ltm" else ()
-    warm = settings.merge.warm_epochs if method == "ltm" else 0
+    """Settings with another method; first epochs without merging are LTM's own."""
+    found = ENTRANTS[method]
+    warm = settings.merge.warm_epochs if found.method == "ltm" else 0
     return replace(
         settings,
         merge=replace(
-            settings.merge, method=kind, ratio=ratio, method_options=options, warm_epochs=warm
+            settings.merge,
+            method=found.method,
+            ratio=ratio,
+            method_options=found.options,
+            warm_epochs=warm,
         ),
     )
 

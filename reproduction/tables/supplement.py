@@ -20,10 +20,13 @@ from reproduction.tables.base import (
 )
 from reproduction.tables.classification import (
     UNTRAINED,
+    all_trained_jobs,
     tuned_jobs,
     untrained_jobs,
 )
 from reproduction.tables.shared_jobs import (
+    ENTRANTS,
+    OURS,
     base,
     label,
     ratio_of,
@@ -34,16 +37,17 @@ from reproduction.tables.shared_jobs import (
 )
 
 STATIC = {"method_options": ("support=learned", "weights=uniform")}
+"""The learned mask with uniform weights: the same for every image."""
 
 
 @experiment("heatmaps", item="Figure 4", title="Merge weights over images")
 def heatmaps(scale: Scale) -> Table:
     """Merge weights of the first merging block: LTM beside LTMP as the paper describes it."""
     network, epochs = scale.heatmap, scale.finetune_epochs[-1]
-    options = {"LTMP": STATIC, "LTM": {"method_options": ("support=learned",)}}
-    ratio = ratio_of(network, "ltm", scale)
+    options = {"LTMP": STATIC, ENTRANTS["learned"].title: {}}
+    ratio = ratio_of(network, "learned", scale)
     entrants = tuple(
-        (name, tuned(network, "ltm", ratio, epochs, scale.seeds[0], merge=merge))
+        (name, tuned(network, "learned", ratio, epochs, scale.seeds[0], merge=merge))
         for name, merge in options.items()
     )
     job = Heatmap(entrants=entrants)
@@ -75,7 +79,7 @@ def transfer(scale: Scale) -> Table:
     """Networks trained on other classes than they were made for, with and without merging."""
     network, settings = scale.transfer, scale.transfer_tune
     rows: list[Row] = []
-    for method in ("none", "tome", "ltm"):
+    for method in ("none", "tome", *OURS):
         ratio = None if method == "none" else ratio_of(network, method, scale)
         chosen = started(with_method(settings, method, ratio))
         jobs = [
@@ -84,11 +88,15 @@ def transfer(scale: Scale) -> Table:
         ]
         cells = gmacs(jobs) | {"top-1": cell("top1", jobs)}
         rows.append(Row(label=label(method, network), cells=cells))
-    names = [label(method, network) for method in ("ltm", "none", "tome")]
+    claims = tuple(
+        claim(rows, label(ours, network), label(other, network), "top-1", "higher")
+        for ours in OURS
+        for other in ("none", "tome")
+    )
     return Table(
         columns=(GMACS, top1()),
         rows=tuple(rows),
-        claims=tuple(claim(rows, names[0], other, "top-1", "higher") for other in names[1:]),
+        claims=claims,
         pictures=(Picture(kind="points", column="top-1", name="top1"),),
         notes=("All weights train on the new classes; merging is on from the first step.",),
     )
@@ -98,16 +106,9 @@ def transfer(scale: Scale) -> Table:
 def lora(scale: Scale) -> Table:
     """Mask modules alone, and with LoRA adapters beside them."""
     network, epochs = scale.lora, scale.finetune_epochs[-1]
-    variants = {
-        label("ltm", network): {},
-        f"{label('ltm', network)} + LoRA": {
-            "tune": {"lora_rank": 8},
-            "optim": {"lr": 1e-3, "merger_lr": network.tune.optim.lr},
-        },
-        f"{label('ltm', network)}, all trained": {
-            "tune": {"trainable": "all"},
-            "optim": {"lr": min(network.scratch.optim.lr, 2e-4)},
-        },
+    adapters = {
+        "tune": {"lora_rank": 8},
+        "optim": {"lr": 1e-3, "merger_lr": network.tune.optim.lr},
     }
     columns = (
         Column(name="trained (K)", digits=1),
@@ -115,35 +116,48 @@ def lora(scale: Scale) -> Table:
         Column(name="min/epoch"),
         top1(),
     )
-    rows = []
-    ratio = ratio_of(network, "ltm", scale)
-    for name, changes in variants.items():
-        jobs = [tuned(network, "ltm", ratio, epochs, seed, **dict(changes)) for seed in scale.seeds]
-        cells = {
-            "trained (K)": cell("trained", jobs[:1]),
-            **gmacs(jobs),
-            "min/epoch": cell("minutes", jobs),
-            "top-1": cell("top1", jobs),
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    for method in OURS:
+        name, ratio = label(method, network), ratio_of(network, method, scale)
+        variants = {
+            name: tuned_jobs(network, method, epochs, scale),
+            f"{name} + LoRA": [
+                tuned(network, method, ratio, epochs, seed, **adapters) for seed in scale.seeds
+            ],
+            f"{name}, all trained": all_trained_jobs(network, method, scale),
         }
-        rows.append(Row(label=name, cells=cells))
-    names = list(variants)
-    claims = (
-        claim(rows, names[1], names[2], "trained (K)", "lower"),
-        claim(rows, names[1], names[2], "min/epoch", "lower"),
-        claim(rows, names[1], names[0], "top-1", "higher"),
-    )
+        rows += [_lora_row(row, jobs) for row, jobs in variants.items()]
+        alone, lora, whole = variants
+        claims += [
+            claim(rows, lora, whole, "trained (K)", "lower"),
+            claim(rows, lora, whole, "min/epoch", "lower"),
+            claim(rows, lora, alone, "top-1", "higher"),
+        ]
+    name = f"{network.label}, all trained"
+    rows.append(_lora_row(name, all_trained_jobs(network, "none", scale)))
     return Table(
         columns=columns,
         rows=tuple(rows),
-        claims=claims,
+        claims=tuple(claims),
         pictures=(Picture(kind="points", column="top-1", name="top1"),),
         notes=(f"{epochs} epochs each, from the same network.", *epoch_notes(network)),
     )
 
 
+def _lora_row(name: str, jobs: list[Classifier]) -> Row:
+    cells = {
+        "trained (K)": cell("trained", jobs[:1]),
+        **gmacs(jobs),
+        "min/epoch": cell("minutes", jobs),
+        "top-1": cell("top1", jobs),
+    }
+    return Row(label=name, cells=cells)
+
+
 @experiment("throughput", item="Supplement 2.3", title="Images per second by batch size")
 def throughput(scale: Scale) -> Table:
-    """Images per second by batch size; LTM by matching and with its static mask."""
+    """Images per second by batch size; LTM in its forms, uniform weights among them."""
     columns = tuple(
         Column(name=f"batch {size}", digits=0, better="higher") for size in scale.batch_sizes
     )
@@ -151,9 +165,10 @@ def throughput(scale: Scale) -> Table:
     claims: list[Claim] = []
     for network in scale.races:
         entrants = {m: untrained_jobs(network, m, scale)[0] for m in UNTRAINED}
-        entrants["ltm"] = tuned_jobs(network, "ltm", scale.finetune_epochs[0], scale)[0]
-        ratio, epochs = ratio_of(network, "ltm", scale), scale.finetune_epochs[0]
-        entrants["static"] = tuned(network, "ltm", ratio, epochs, scale.seeds[0], merge=STATIC)
+        epochs = scale.finetune_epochs[0]
+        entrants |= {m: tuned_jobs(network, m, epochs, scale)[0] for m in OURS}
+        ratio = ratio_of(network, "learned", scale)
+        entrants["static"] = tuned(network, "learned", ratio, epochs, scale.seeds[0], merge=STATIC)
         races = {
             size: Race(
                 entrants=tuple(entrants.items()),
@@ -166,7 +181,7 @@ def throughput(scale: Scale) -> Table:
         }
         for method in entrants:
             name = (
-                label("ltm", network) + " (static)"
+                f"LTM (learned mask, uniform)-{network.label}"
                 if method == "static"
                 else label(method, network)
             )
@@ -175,7 +190,8 @@ def throughput(scale: Scale) -> Table:
             }
             rows.append(Row(label=name, cells=cells, group=network.label))
         claims += [
-            claim(rows, label("ltm", network), label(method, network), column.name, "higher")
+            claim(rows, label(ours, network), label(method, network), column.name, "higher")
+            for ours in OURS
             for method in UNTRAINED
             for column in columns
         ]
