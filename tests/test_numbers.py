@@ -1,0 +1,26 @@
+"""Every measurement in README comes from a row under results/ or from a committed run."""
+
+import re
+from pathlib import Path
+
+from reproduction.readme import PART, PARTS, updated
+
+README = Path(__file__).parents[1] / "README.md"
+
+NOT_MEASURED = {"3.11", "2.0", "2,000", "70%", "1"}
+"""Numbers in the text that state no result: versions, how many images there were, settings."""
+
+
+def test_the_parts_of_readme_are_as_the_rows_say() -> None:
+    text = README.read_text()
+    assert {part[2] for part in PART.finditer(text)} == set(PARTS)
+    assert updated(text) == text, "run python -m reproduction.readme"
+
+
+def test_readme_states_no_other_number() -> None:
+    text = PART.sub("", README.read_text())
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)  # code
+    text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)  # commands
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)  # code and addresses in a line
+    numbers = re.findall(r"(?<![\w.-])\d[\d.,]*\d?[%x]?(?!\w)", text)
+    assert set(numbers) - NOT_MEASURED == {"8"}  # the name of a column
