@@ -6,23 +6,26 @@ from pathlib import Path
 
 import pytest
 import timm
+from PIL import Image
 from torch import nn
 
+from ltm.api import conversion_of
 from ltm.cli import main
 from ltm.detection.settings import DetectionSettings
+from ltm.training.network import build
 from reproduction.comparison import beside, judge, write_section
 from reproduction.estimates import Reader, estimate
 from reproduction.jobs import Classifier, Detector, _plain, identity, resolved
 from reproduction.measures import MEASURES, correct_flags
 from reproduction.paper_numbers import paper_numbers
 from reproduction.running.context import Context, perform
-from reproduction.running.networks import layer_counts
+from reproduction.running.networks import _Remembered, layer_counts, local_settings
 from reproduction.running.training import pack_bits
 from reproduction.scales import make_scale, remembered
 from reproduction.scales.base import Sources
 from reproduction.tables import EXPERIMENTS
 from reproduction.tables.base import Cell, Claim, Column, Row, Table
-from reproduction.tables.shared_jobs import base, tuned
+from reproduction.tables.shared_jobs import base, converted, tuned
 
 SOURCES = Sources(data="/data/tiny-imagenet.zip", weights="/data/vit.safetensors")
 SMALL = make_scale("small", SOURCES)
@@ -321,3 +324,34 @@ def test_no_epoch_of_a_detector_is_chosen_by_the_scores_that_are_reported(
     with pytest.raises(InterruptedError):
         perform(table.jobs()[0], context)
     assert seen[0].eval_every == seen[0].optim.epochs
+
+
+def test_a_peer_at_ltms_sites_keeps_as_many_tokens(context: Context) -> None:
+    network = make_scale("smoke", Sources()).sweep
+    peer = replace(converted(network, "tome-same", 0.8, 0), start=None)
+    ours = replace(converted(network, "matched", 0.8, 0), start=None)
+    sites = []
+    for job in (peer, ours):
+        model = build(local_settings(job, context), 4).model
+        sites.append([(s.block, s.num_out) for s in conversion_of(model).sites if s.merges])
+    assert sites[0] == sites[1]
+
+
+def test_images_that_fit_are_read_once() -> None:
+    read: list[int] = []
+
+    class Files:
+        def __len__(self) -> int:
+            return 2
+
+        def name(self, index: int) -> str:
+            return str(index)
+
+        def read(self, index: int) -> Image.Image:
+            read.append(index)
+            return Image.new("RGB", (10, 10))
+
+    images = _Remembered(Files(), num_bytes=300)
+    for index in (0, 1, 0, 1):
+        images.read(index)
+    assert read == [0, 1, 1], "the second does not fit"
