@@ -387,17 +387,17 @@ class ModelSource:
     model: str | None = None
     """timm's name of the network."""
     pretrained: bool = False
-    """Take timm's own weights."""
+    """Use timm's pretrained weights."""
     weights: Path | None = None
-    """Take those of a file in timm's keys, .safetensors or .pth; nothing is unpickled."""
+    """Use the weights of a .safetensors or .pth file with timm's keys. Only tensors are read."""
     run: Path | None = None
-    """Take a saved network instead: a folder that ltm wrote."""
+    """Use a saved network instead: a folder that ltm wrote."""
     verify: bool = True
-    """Refuse a folder whose files are not as they were saved; turn it off for one you edited."""
+    """Refuse a folder whose files changed after saving. Turn it off if you edited them."""
     num_classes: int | None = None
-    """By default what the weights have."""
+    """Number of classes; by default that of the weights."""
     image_size: int | None = None
-    """By default what the model was made for."""
+    """Image size in pixels; by default the size that the model was made for."""
     model_args: tuple[str, ...] = ()
     """Further arguments of the model, such as depth=4."""
 

@@ -160,6 +160,6 @@ def test_compress_tunes_and_says_so(flat: Path) -> None:
         tuning = result.comparison.tuning
         assert tuning is not None
         assert tuning["divergence"] <= tuning["divergence_untrained"]
-        assert "The original taught its norms for 2 epochs on 48 images" in repr(result)
+        assert "It was tuned (norms) for 2 epochs on 48 images" in repr(result)
     with pytest.raises(ValueError, match="is what is evaluated"):
         ltm.compress(model, data, tune="1 epoch", tune_data=data, **quick)

@@ -14,43 +14,43 @@ class CalibrateSettings:
     """How to search for a schedule. The defaults suit most networks and devices."""
 
     budget: float | None = None
-    """Share of the multiply-adds that may remain."""
+    """Share of the multiply-adds to keep."""
     budget_ms: float | None = None
-    """Instead, milliseconds that a batch may take on this device."""
+    """Instead of a share: milliseconds that a batch may take on this device."""
     method: str | None = None
-    """How to merge, such as ltm or ltm:weights=uniform; by default what the network does already,
-    or ltm."""
+    """How to merge, such as ltm or ltm:weights=uniform; by default as the network merges already,
+    otherwise ltm."""
     images: int = 256
-    """How many images to look at; a few hundred do. Labels are not used."""
+    """Images to use; a few hundred are enough. Labels are not read."""
     split: str = "val"
     """Split of the data, where it has several."""
     sites: int | None = None
-    """At most so many blocks merge; by default 4, unless the method's own schedule has more and is
-    better. Few are as accurate and faster."""
+    """Blocks that merge at most. By default 4, or more if the method's own schedule has more and is
+    better. Fewer blocks are faster, and as accurate."""
     adjust: bool | None = None
-    """Choose the method's own settings too, such as LTM's attended and size_power; by default below
-    a share of 0.5. Takes up to 40 trials more."""
+    """Also choose settings of the method, such as LTM's attended and size_power. By default below a
+    share of 0.5. Takes up to 40 more trials."""
     multiple: int | None = None
-    """Token counts, prefix included, are a multiple of this; by default 8, or 1 where there are
-    few tokens."""
+    """Token counts, prefix included, are multiples of this; by default 8, or 1 if there are few
+    tokens."""
     trials: int = 250
-    """Schedules to try, those that ask each block what it minds included. A budget in milliseconds
-    may take up to four such searches."""
+    """Schedules to try, those that measure the sensitivity of each block included. A budget in
+    milliseconds may take up to four such searches."""
     time_batch: int = 1
-    """Images in the batch that the budget in milliseconds is about."""
+    """Batch size for the budget in milliseconds."""
     time_mode: str | None = None
-    """How it runs: eager, compiled or cudagraph; by default a CUDA graph on GPUs, eager
+    """How that batch is run: eager, compiled or cudagraph. By default a CUDA graph on a GPU, eager
     elsewhere."""
     batch_size: int | None = None
     """Images at a time; by default 64 on a CPU, 256 on a GPU."""
     memory_bytes: int = 2 << 30
-    """For the outputs of blocks, so that a trial starts where it differs from earlier ones."""
+    """Memory for outputs of blocks: a trial then starts at the first block that differs."""
     workers: int = 2
     """Loader processes."""
     device: str = "auto"
     """Where to run: auto, cpu, cuda or cuda:N."""
     seed: int = 0
-    """Of the search."""
+    """Seed of the search."""
 
     def __post_init__(self) -> None:
         if self.budget is not None and not 0 < self.budget <= 1:

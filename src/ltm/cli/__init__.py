@@ -14,19 +14,19 @@ from ltm.interruption import INTERRUPTED, end, whole_command
 
 COMMANDS = {
     "train": "Train a token-merging network from scratch on labelled images.",
-    "finetune": "Make a pretrained network merge tokens and train its mask modules.",
-    "calibrate": "Choose where a network merges, how much and how, on unlabelled images.",
-    "compress": "Make a trained network smaller and faster, and report what that gained and lost.",
-    "visualize": "Draw what is merged with what, and with which weights.",
-    "benchmark": "Time networks, merged and untouched, in interleaved rounds.",
-    "evaluate": "Measure accuracy, cost and information bottleneck, merged and untouched.",
-    "detect": "Train, evaluate or use SSDLite, an object detector, on a token-merging backbone.",
-    "segment": "Train, evaluate or use Mask R-CNN, boxes and masks, on a token-merging backbone.",
-    "export": "Write a model as ONNX, torch.export program or OpenVINO file, in float or int8.",
-    "table": "Run the experiment behind a table or figure of the paper, and write it.",
-    "predict": "Classify any number of images with a saved model or an ONNX file.",
-    "serve": "Show merging in a browser: pictures, groups, weights, predictions, cost and time.",
-    "demo": "Train a small network on generated images and compress it with every method.",
+    "finetune": "Convert a pretrained network and train its mask modules.",
+    "calibrate": "Find the best places to merge in a network, on images without labels.",
+    "compress": "Make a trained network faster, and report what it gains and loses.",
+    "visualize": "Draw which patches merge into which token.",
+    "benchmark": "Measure how much faster merging is on this machine.",
+    "evaluate": "Compare the accuracy and cost of methods on the same images.",
+    "detect": "Train, evaluate or run SSDLite, an object detector, on a merging backbone.",
+    "segment": "Train, evaluate or run Mask R-CNN (boxes and masks) on a merging backbone.",
+    "export": "Write a network as an ONNX, torch.export or OpenVINO file, in float or int8.",
+    "table": "Repeat the experiment behind a table or figure of the paper.",
+    "predict": "Classify images with a saved network or an ONNX file.",
+    "serve": "Show in a browser what merges, and what it does to predictions and time.",
+    "demo": "Compress a network that comes with the package: no download, about a minute.",
 }
 
 BAD_INPUT = (

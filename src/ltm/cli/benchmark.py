@@ -22,15 +22,16 @@ def benchmark(
     resume: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Time networks, merged and untouched, in interleaved rounds on this machine.
+    """Measure how much faster merging is on this machine.
 
-    For every model, batch size, precision and scope all methods and modes take turns, in another
-    order each round; a speed-up is the median of the rounds' ratios, with its 95% interval, against
-    the untouched network with fused attention in the same mode and in its own best mode. "no gain
-    here" means that the interval touches 1. Rows are written as they come: with --resume a long
-    grid can be gathered over several runs, each with its own base. Runs with --resume may share an
-    output at the same time: they get ready (compile) side by side, are timed one after the other,
-    and measure nothing twice.
+    All methods and modes take turns in rounds, in a different order each round. A speed-up is the
+    median of the rounds' ratios, with a 95% interval. The baseline is the original with fused
+    attention, once in the same mode and once in its own fastest mode. "no gain here" means that the
+    interval touches 1.
+
+    Rows are written as they are measured. With --resume a long grid can be spread over several
+    runs, also at the same time: they compile side by side, are timed one after the other, and
+    measure nothing twice.
 
     Example:
         ltm benchmark --models vit_base_patch16_224 --methods tome,ltm,ltm-static
@@ -38,17 +39,17 @@ def benchmark(
 
     Args:
         settings: what is timed, and how.
-        models: timm's names, vit_small_patch16_224 unless given.
-        methods: tome and ltm unless given; such as tofu, ltmp, ltm-static, ltm-uniform (matching
-            alone), tome-reference (the published code's algorithm), or with settings,
+        models: timm's names; by default vit_small_patch16_224.
+        methods: by default tome and ltm. Others: tofu, ltmp, ltm-static, ltm-uniform (matching
+            alone), tome-reference (the published algorithm), or one with settings, such as
             ltm:ratio=0.5,sites=3+5+8.
-        pretrained: take timm's own weights; without any the network is untrained.
-        weights: take those of a file in timm's keys, .safetensors or .pth.
-        run: time a saved network, against itself without merging, instead of models and methods.
-        image_size: by default what the model was made for.
+        pretrained: use timm's pretrained weights; by default weights are random.
+        weights: use the weights of a .safetensors or .pth file with timm's keys.
+        run: time a saved network against itself without merging, instead of --models.
+        image_size: by default the size that the model was made for.
         model_args: further arguments of the model, such as depth=4.
         output: folder for metrics.json and table.md.
-        resume: add to the results there, leaving out what they hold already, however many rounds.
+        resume: add to the results there; what was measured is not measured again.
         overwrite: replace the results there.
     """
     network = partial(

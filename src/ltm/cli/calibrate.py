@@ -16,13 +16,12 @@ def calibrate(
     output: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Choose where a network merges, how much and how, on unlabelled images within a budget.
+    """Find the best places to merge in a network, on images without labels.
 
-    Tries schedules and keeps the one whose outputs stay closest to the original network's: which
-    blocks merge, how many tokens they leave, whether tokens are merged or dropped, and whether
-    those that get much attention are protected. Ctrl-C stops, and keeps the best so far. The folder
-    --output then holds the network as `--run` takes it (config.json, model.safetensors), and
-    metrics.json.
+    Tries schedules within a budget and keeps the one whose outputs stay closest to the original's.
+    A schedule says which blocks merge, how many tokens they keep, whether tokens are merged or
+    dropped, and whether tokens that receive much attention are protected. Ctrl-C stops the search
+    and keeps the best so far. Other commands read the folder --output with --run.
 
     Example:
         ltm calibrate --model vit_small_patch16_224 --pretrained --data imagenet/train
@@ -43,7 +42,7 @@ def calibrate(
         print(result)
         if output is not None:
             if source.run is not None:
-                print("What its mask modules had learned belongs to other sites, and is not kept.")
+                print("The mask modules start anew: they were trained for other sites.")
             result.save(output, model=source.model or str(source.run))
     if result.interrupted:
         kept = "" if output is None else f"; {output} holds it"

@@ -16,13 +16,15 @@ def compress(
     output: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Make a trained network smaller and faster, and report what that gained and lost.
+    """Make a trained network faster, and report what it gains and loses.
 
-    Converts the network, chooses where to merge on unlabelled images, fine-tunes if asked to,
-    freezes and saves it with a model card; evaluates it against the original and the methods in
-    --compare on the same labelled images, times them, and writes report.html and metrics.json.
-    Networks are timed in the forms that people deploy, each against the original in the same form;
-    one of them is recommended, with the code that runs it. Ctrl-C stops, and keeps what is done.
+    1. Converts the network. Chooses where to merge on images whose labels it does not use.
+    2. Tunes or fine-tunes it if you ask for it, then freezes and saves it.
+    3. Measures accuracy on labelled images and speed on this machine. The original and the methods
+       in --compare are measured on the same images and in the same way.
+    4. Writes report.html, metrics.json and a model card, and recommends a form to deploy.
+
+    Ctrl-C stops it and keeps what is done.
 
     Example:
         ltm compress --model vit_small_patch16_224 --pretrained --data imagenet/val --max-loss 0.5
@@ -32,7 +34,7 @@ def compress(
         source: which network.
         settings: how to merge, what to choose on images, and what to measure.
         data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
-        output: folder for the model and the report; by default below runs/.
+        output: folder for the network and the report; by default a new one in runs/.
         overwrite: replace another run's results there.
     """
     command = command_line("compress", source, settings, data=data, output=output)

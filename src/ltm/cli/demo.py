@@ -32,25 +32,25 @@ class DemoSettings:
     """How large the demo is, and where it goes to."""
 
     ratio: float = 0.5
-    """Share of the multiply-adds that may remain."""
+    """Share of the multiply-adds to keep."""
     images: int = 200
-    """How many images to evaluate on."""
+    """Images to evaluate on."""
     time: bool = True
     """Measure latency, in PyTorch and in ONNX Runtime."""
     compile: bool = False
     """Time torch.compile too, which takes a few minutes."""
     seed: int = 0
-    """Of the images."""
+    """Seed of the images."""
     output: Path = Path("runs/demo")
     """Folder for the compressed model and the report."""
 
 
 def demo(settings: Flat[DemoSettings], *, overwrite: bool = False) -> None:
-    """Compress a network that comes with the package, and see what that gains: a minute.
+    """Compress a network that comes with the package, and see what that gains, in a minute.
 
     Needs no download and no training. The network is a vision transformer with 784 tokens that
-    names generated shapes. Half of its multiply-adds are merged away; both networks then run on
-    the same images, and are timed on this machine.
+    names generated shapes. Merging saves half of its multiply-adds. Both networks are then
+    evaluated on the same images and timed on this machine.
 
     Example:
         ltm demo --ratio 0.4 --output runs/demo

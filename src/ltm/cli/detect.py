@@ -26,11 +26,11 @@ from ltm.training.settings import read_settings
 
 
 def detect(action: Train | Evaluate | Predict) -> None:
-    """Train, evaluate or use SSDLite, an object detector, on a token-merging backbone.
+    """Train, evaluate or run SSDLite, an object detector, on a merging backbone.
 
-    Backbones are LTM-MobileViT, LTM-EfficientViT and whatever else timm has (MobileNet, MixNet,
-    MNASNet); data are images with annotations in COCO's format, or generated shapes. Every action
-    writes its results into the folder given as --output.
+    A backbone is any network of timm: MobileViT and EfficientViT merge, convolutional ones such as
+    MobileNet do not. Data are images with annotations in COCO's format, or generated shapes. Every
+    action writes its results into the folder --output.
 
     Example:
         ltm detect train --recipe shapes_ssdlite --output runs/shapes
@@ -54,10 +54,10 @@ def prepare(options: Sequence[str]) -> Callable[..., None]:
 class Train(RunFolder):
     """Train a detector on a token-merging backbone.
 
-    Settings come from a recipe, then from a YAML file, then from the options below, whose defaults
-    are those of the recipe. The folder gets config.yaml, log.csv, curves.png, metrics.json,
-    results.json (COCO's format), checkpoints/ and model/, which evaluate and predict read. Several
-    processes: torchrun --nproc-per-node 4 --no-python ltm detect train ...
+    Settings are read from a recipe, then from a YAML file, then from the options below. The
+    defaults shown are those of the recipe. The folder gets config.yaml, log.csv, curves.png,
+    metrics.json, results.json (COCO's format), checkpoints/ and model/, which evaluate and predict
+    read. For several processes: torchrun --nproc-per-node 4 --no-python ltm detect train ...
     """
 
     settings: Flat[DetectionSettings]

@@ -16,19 +16,19 @@ def evaluate(
     output: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Measure accuracy, cost and information bottleneck of a network, merged and untouched.
+    """Compare the accuracy and cost of methods on the same images.
 
-    Prints parameters, GMACs, top-1 and top-5 with 95% intervals, agreement with the untouched
-    network and divergence from its outputs, calibration error, and the information-bottleneck loss
-    and bound of every block. All networks see the same images, so differences are paired. On
-    several processes: torchrun --nproc-per-node 2 --no-python ltm evaluate ...
+    Prints parameters, GMACs, top-1 and top-5 with 95% intervals, agreement with the original and
+    divergence from its outputs, calibration error, and the information-bottleneck loss and bound
+    of every block. All networks see the same images, so differences are paired. For several
+    processes: torchrun --nproc-per-node 2 --no-python ltm evaluate ...
 
     Example:
         ltm evaluate --data imagenet/val --model vit_small_patch16_224 --pretrained
             --methods tome,ltm --ratio 0.7 --output runs/evaluation
 
     Args:
-        source: which network; a saved one is measured against itself without merging.
+        source: which network; a saved one is compared with itself without merging.
         settings: what is compared, and on which images.
         data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
         output: folder for metrics.json.

@@ -15,18 +15,18 @@ def export(
     output: Path = Path("runs/export"),
     overwrite: bool = False,
 ) -> None:
-    """Write a model as ONNX, torch.export program or OpenVINO file that provably says the same.
+    """Write a network as an ONNX, torch.export or OpenVINO file, in float or int8.
 
-    One file takes any batch size; the ONNX file carries its preprocessing and class names. Every
-    file is compared with the network on images of --data, and refused where it differs. Int8 files
-    come with their accuracy and speed against the float file.
+    A file takes any batch size. The ONNX file holds its preprocessing and class names. Every file
+    is compared with the network on images of --data, and deleted if its outputs differ. For int8
+    files, accuracy and speed are measured against the float file.
 
     Example:
         ltm export --run runs/small --data imagenet/val --int8 accurate --output runs/export
 
     Args:
         source: which network.
-        settings: what to write, and what to prove it on.
+        settings: what to write, and which images to check it on.
         output: folder for the files and metrics.json.
         overwrite: replace another run's results there.
     """

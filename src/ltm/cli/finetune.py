@@ -9,12 +9,12 @@ from ltm.training.settings import TrainSettings
 
 
 def finetune(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:
-    """Make a pretrained network merge tokens and train its mask modules, all else frozen.
+    """Convert a pretrained network and train its mask modules; everything else stays frozen.
 
-    Start from timm's weights (--pretrained) or from a file or folder (--weights). A head for other
-    classes than the weights' starts anew and trains. More trains with --unfreeze 'blocks.11.*' or
-    --lora-rank 8. LTMP learns its thresholds with a budget loss (--method ltmp), and meets --ratio
-    at the end.
+    Weights are timm's (--pretrained) or those of a file or folder (--weights). If the data have
+    other classes than the weights, a new head is made and trained. To train more, use --unfreeze
+    'blocks.11.*' or --lora-rank 8. LTMP (--method ltmp) learns thresholds, with a loss that pulls
+    it towards --ratio.
 
     Example:
         ltm finetune --recipe vit_small --data /data/imagenet --epochs 5 --output runs/vit-s-5

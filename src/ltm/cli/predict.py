@@ -22,11 +22,11 @@ def predict(
     output: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Predict images: one line each, in order, as JSON or CSV.
+    """Classify images with a saved network or an ONNX file: one line each, JSON or CSV.
 
-    Takes images, folders (sorted by path), text files of paths (.txt), and paths from standard
-    input (-). Memory does not grow with their number, except for the names in a folder. What cannot
-    be read gets a line that says why. A saved network may be a saved detector.
+    Inputs are images, folders (sorted by path), text files of paths (.txt), and paths from standard
+    input (-). An image that cannot be read gets a line that says why. Only the names of the images
+    in a folder are kept in memory. A saved detector works too.
 
     Example:
         ltm predict photos/ cat.jpg --run runs/small > predictions.jsonl
@@ -35,7 +35,7 @@ def predict(
     Args:
         inputs: images, folders, lists of paths, or - for standard input.
         source: which network.
-        settings: how images are prepared, and what is said about them.
+        settings: how images are prepared, and what is written about them.
         onnx: a file that ltm export wrote, instead of a network.
         form: jsonl or csv.
         output: folder for predictions and metrics.json; by default they are printed.

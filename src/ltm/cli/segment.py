@@ -6,11 +6,10 @@ from ltm.cli.detect import Evaluate, Predict, Train, actions_of
 
 
 def segment(action: Train | Evaluate | Predict) -> None:
-    """Train, evaluate or use Mask R-CNN, which finds boxes and masks, on a token-merging backbone.
+    """Train, evaluate or run Mask R-CNN (boxes and masks) on a merging backbone.
 
-    Backbones are LTM-EfficientViT and whatever else timm has; data are images with annotations in
-    COCO's format, or generated shapes. Every action writes its results into the folder given as
-    --output.
+    A backbone is any network of timm. Data are images with annotations in COCO's format, or
+    generated shapes. Every action writes its results into the folder --output.
 
     Example:
         ltm segment train --recipe shapes_mask_rcnn --output runs/shapes

@@ -17,18 +17,18 @@ def serve(
     output: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Show merging in a browser: pictures, groups, weights, predictions, cost and time.
+    """Show in a browser what merges, and what it does to predictions and time.
 
-    Works offline: a network that was trained on generated shapes comes with the package. A network
-    of one's own comes first in the list. Only this machine can see the page unless --host says
-    otherwise. Ctrl-C ends it.
+    It works offline: a network trained on generated shapes comes with the package. Your own network
+    comes first in the list. Only this machine can see the page unless --host says otherwise.
+    Ctrl-C ends it.
 
     Example:
         ltm serve
         ltm serve --run runs/small --port 8000
 
     Args:
-        source: a network of one's own, if any.
+        source: your own network, if any.
         settings: what the page offers, and where it listens.
         output: folder for metrics.json, written at the end.
         overwrite: replace another run's results there.

@@ -18,17 +18,17 @@ class TrainFolder(RunFolder):
     """Named settings to start from: mobilevit_xs, mobilevit_s, efficientvit_b1_r224,
     efficientvit_b1_r288, vit_small, vit_base, swin_tiny, swin_base, general, or, for a CPU,
     shapes_vit, shapes_swin, shapes_mobilevit, shapes_efficientvit; demo_vit trains the package's
-    own network anew. By default that of the model, if it has one, and shapes_vit where no model is
+    own network anew. By default that of the model, if it has one, or shapes_vit if no model is
     named."""
 
 
 def train(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:
     """Train a token-merging network from scratch on labelled images.
 
-    Settings come from a recipe, then from a YAML file, then from the options below, whose defaults
-    are those of the recipe. The folder gets config.yaml, log.csv, curves.png, metrics.json,
-    checkpoints/ and model/, which ltm.load reads. Several processes: torchrun --nproc-per-node 4
-    --no-python ltm train ...
+    Settings are read from a recipe, then from a YAML file, then from the options below. The
+    defaults shown are those of the recipe. The folder gets config.yaml, log.csv, curves.png,
+    metrics.json, checkpoints/ and model/, which ltm.load reads. For several processes:
+    torchrun --nproc-per-node 4 --no-python ltm train ...
 
     Example:
         ltm train --recipe shapes_swin --epochs 4 --output runs/swin

@@ -18,12 +18,12 @@ def visualize(
     output: Path = Path("runs/visualize"),
     overwrite: bool = False,
 ) -> None:
-    """Draw merge weights as heatmaps, and which patches became one token.
+    """Draw which patches merge into which token.
 
-    One sheet per block in the layout of the paper's figure: images with a marked target patch
-    above, then for each method the weights of the token that the target went into. Another sheet
-    shows the groups of patches. Without images, generated pictures are drawn. A saved network is
-    drawn with its own method and schedule.
+    Every block gets two sheets. One follows a marked patch of each image and shows, for each
+    method, the weights of the token that the patch went into (the layout of the paper's figure).
+    The other shows the groups of patches that became one token. Without images it draws generated
+    ones. A saved network is drawn with its own method and schedule.
 
     Example:
         ltm visualize photos/ --model vit_small_patch16_224 --pretrained --against tome
@@ -32,7 +32,7 @@ def visualize(
     Args:
         source: which network.
         settings: what is drawn.
-        images: image files and folders of them.
+        images: image files and folders.
         output: folder for the pictures and metrics.json.
         overwrite: replace another run's results there.
     """

@@ -23,31 +23,31 @@ class CompressSettings:
     method: str = "ltm"
     """How to merge, such as ltm or ltm:support=learned,sites=3,5,8."""
     ratio: float = 0.7
-    """Share of the multiply-adds that may remain."""
+    """Share of the multiply-adds to keep."""
     ratios: tuple[float, ...] = ()
-    """Try several ratios, and keep the fastest network within --max-loss."""
+    """Try these ratios, and keep the fastest network within --max-loss."""
     max_loss: float | None = None
-    """Points of top-1 that may be lost, 0.5 unless given; without --ratios, four ratios are tried,
-    each chosen by what the ones before lost."""
+    """Points of top-1 that may be lost, by default 0.5. Without --ratios it tries four ratios, each
+    chosen by what the ones before lost."""
     speedup: float | None = None
-    """Instead of a ratio: how many times as fast the network is to be in its form."""
+    """Instead of a ratio: how many times as fast as the original, in the form to deploy."""
     budget_ms: float | None = None
-    """Instead of a ratio: milliseconds that a batch may take in its form."""
+    """Instead of a ratio: milliseconds that a batch may take, in the form to deploy."""
     compare: tuple[str, ...] = ()
-    """Other methods to measure beside it, such as tome,tofu,ltmp."""
+    """Other methods to compare with, such as tome,tofu,ltmp."""
     calibrate: bool = True
-    """Choose the schedule on unlabelled images, where the network and the data allow."""
+    """Choose where to merge on images without labels, if network and data allow it."""
     calibration_images: int = 256
-    """How many; none of them is evaluated. 0 sets none aside."""
+    """Images for that choice. They are not evaluated; 0 sets none aside."""
     calibration_trials: int = 200
     """Schedules to try in all; Ctrl-C keeps the best so far."""
     finetune_epochs: int = 0
-    """Train the mask modules on the training split for so many epochs, with labels."""
+    """Epochs of training the mask modules, on the training split with labels."""
     tune: str | None = None
-    """Let the original teach the converted network on unlabelled images: 60s, 5m or 3 epochs. It is
-    kept as it was where that does not help on images set aside."""
+    """How long the original teaches the converted network, on images without labels: 60s, 5m or
+    3 epochs. If that does not help on images set aside, the untuned network is kept."""
     tune_data: str | None = None
-    """Images to tune on, without labels (a flat folder will do); by default the training split."""
+    """Images to tune on; they need no labels. By default the training split."""
     trainable: str = "norms"
     """What --tune trains: mergers, norms, lora or all."""
     time: bool = True
@@ -58,15 +58,15 @@ class CompressSettings:
     form: str | None = None
     """The form to deploy; by default the fastest at the first of --time-batches."""
     export: bool = False
-    """Also write model.onnx, and compare its predictions on all evaluated images."""
+    """Also write model.onnx, and check its predictions on all evaluated images."""
     time_batches: tuple[int, ...] = (1, 8)
     """Batch sizes to time."""
     time_rounds: int = 15
-    """Rounds in which all networks and forms run in turn."""
+    """Rounds of timing; all networks and forms take turns."""
     bottleneck_images: int = 1000
-    """At most so many for the information bottleneck; 0 leaves it out."""
+    """Images for the information bottleneck at most; 0 leaves it out."""
     pictures: str = "data"
-    """What the report shows: data, generated, or an image or folder of them."""
+    """Pictures in the report: data, generated, or an image file or folder."""
     split: str = "val"
     """Split of the data to evaluate on, where it has several."""
     images: int | None = None
@@ -78,7 +78,7 @@ class CompressSettings:
     device: str = "auto"
     """Where to run: auto, cpu, cuda or cuda:N."""
     seed: int = 0
-    """Of calibration and fine-tuning."""
+    """Seed of calibration and fine-tuning."""
 
     def __post_init__(self) -> None:
         goals = {

@@ -21,33 +21,33 @@ class InputSettings:
     """What may be said about a network's images and classes."""
 
     class_names: Path | None = None
-    """Text file, one name a line, or JSON; by default what is known."""
+    """Text file with one class name per line, or JSON; by default the names that the model has."""
     crop_ratio: float | None = None
     """Evaluation crop as a share of the resized side; by default the model's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(InputSettings):
-    """What to write, and what to prove it on."""
+    """What to write, and which images to check it on."""
 
     method: str | None = None
-    """Merge tokens first, such as ltm, tome or ltm:support=learned."""
+    """Convert the network first, with a method such as ltm, tome or ltm:support=learned."""
     ratio: float | None = None
-    """Share of the multiply-adds that may remain with --method, 0.7 unless given."""
+    """Share of the multiply-adds to keep with --method; by default 0.7."""
     formats: tuple[Format, ...] = ("onnx",)
     """What to write."""
     int8: tuple[Recipe, ...] = ()
     """Int8 versions to add: accurate, small (all linear layers), dynamic (no calibration images
     needed) or convolutional."""
     data: str | None = None
-    """Images to compare and calibrate on: a folder or .zip of images, in class folders or not, tar
-    shards, hf:NAME, or shapes (generated). By default generated ones, prepared as the model's."""
+    """Images to check and calibrate on: a folder or .zip of images, in class folders or not, tar
+    shards, hf:NAME, or shapes (generated). By default generated images."""
     split: str = "val"
     """Split of the data, where it has several."""
     images: int | None = None
-    """Images for the accuracy of int8 files; by default all."""
+    """Images to measure the accuracy of int8 files on; by default all."""
     calibration_images: int = 128
-    """Images that set the ranges of int8 files; none of them is evaluated."""
+    """Images that set the ranges of int8 files. They are not evaluated."""
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     """Batch sizes at which files are compared with the network."""
     tolerance: float = TOLERANCE
@@ -66,12 +66,12 @@ class ExportSettings(InputSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictSettings(InputSettings):
-    """How images are prepared, and what is said about them."""
+    """How images are prepared, and what is written about them."""
 
     top: int = 5
-    """How many classes to give."""
+    """Classes per image, the likeliest first."""
     threshold: float = 0.5
-    """Least score of a detector's boxes."""
+    """Lowest score of a detector's boxes."""
     batch_size: int = 32
     """Images per batch."""
     threads: int = 2

@@ -16,16 +16,16 @@ class EvaluateSettings:
     """What is compared, and on which images."""
 
     methods: tuple[str, ...] = ()
-    """Methods to convert to, such as tome,ltm or ltm:support=learned,sites=3,5,8."""
+    """Methods to compare, such as tome,ltm or ltm:support=learned,sites=3,5,8."""
     ratio: float | None = None
-    """Share of the multiply-adds that may remain, 0.7 unless given."""
+    """Share of the multiply-adds to keep; by default 0.7."""
     split: str = "val"
     """Split of the data, where it has several."""
     images: int | None = None
     """Evaluate this many images, spread over the classes, instead of all."""
     statistics: str | None = None
-    """Images, as in the data, whose class statistics LTM weighs tokens by; labels are not used.
-    Without them LTM weighs tokens by size and attention."""
+    """Images for the class statistics that LTM's informative weights need, named as in --data.
+    Labels are not read. Without statistics LTM weighs tokens by size and attention."""
     bottleneck: bool = True
     """Measure the information bottleneck."""
     beta: float = 10.0
@@ -58,7 +58,7 @@ class BenchmarkSettings:
     """What is timed, and how. Lists of words may be written with commas."""
 
     ratio: float | None = None
-    """Share of the multiply-adds that may remain, 0.7 unless given."""
+    """Share of the multiply-adds to keep; by default 0.7."""
     batch_sizes: tuple[int | str, ...] = (1, 8, 32)
     """Images per batch."""
     modes: tuple[str, ...] = ("eager",)
@@ -68,23 +68,23 @@ class BenchmarkSettings:
     scopes: tuple[Scope, ...] = ("model",)
     """model (forward alone), end-to-end (with the loader; needs --data), training (step)."""
     data: str | None = None
-    """Images to run on, as for ltm evaluate; noise unless given."""
+    """Images to run on, as for ltm evaluate; by default noise."""
     split: str = "val"
     """Split of the data, where it has several."""
     workers: int = 2
-    """Loader processes, end to end."""
+    """Loader processes for scope end-to-end."""
     rounds: int = 15
-    """Rounds of the interleaved loop."""
+    """Rounds of timing; all networks take turns in each."""
     warmup: int = 3
     """Calls before the first round."""
     channels_last: bool = False
-    """Keep images in this layout, which suits convolutions."""
+    """Use the channels-last memory layout, which suits convolutions."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0
-    """Of untrained networks."""
+    """Seed of random weights."""
     minutes: float | None = None
-    """Start no further comparison after this many."""
+    """Start no further comparison after this many minutes."""
 
     def __post_init__(self) -> None:
         sizes = tuple(_positive(text) for text in _words("batch_sizes", self.batch_sizes))

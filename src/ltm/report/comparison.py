@@ -190,13 +190,13 @@ def _tuned(comparison: Comparison) -> list[str]:
     before, after = found["divergence_untrained"], found["divergence_tuned"]
     held = f"{found['num_held_out']:,} images set aside"
     how = (
-        f"The original taught its {found['trainable']} for {found['length']} on "
-        f"{found['num_images']:,} images, without labels: on {held} the divergence from the "
+        f"It was tuned ({found['trainable']}) for {found['length']} on {found['num_images']:,} "
+        f"images without labels, with the original as teacher: on {held} the divergence from the "
         f"original went from {before:.4f} to {after:.4f}"
     )
     if found["kept"] == "tuned":
         return [f"{how}."]
-    return [f"{how}. That is no better, so the network is kept as it was before."]
+    return [f"{how}. That is no better, so the untuned network is kept."]
 
 
 def _points(difference: PairedDifference) -> str:
@@ -229,14 +229,14 @@ def _meaning(difference: PairedDifference) -> str:
         return "a real loss"
     if difference.low > 0:
         return "a real gain"
-    return "neither a loss nor a gain can be told from chance"
+    return "no difference that these images can tell from chance"
 
 
 def _budget(comparison: Comparison) -> list[str]:
     compressed, ratio = comparison.compressed, comparison.ratio
     if compressed is None or ratio is None or compressed.share <= ratio + _TOLERANCE:
         return []
-    return [f"The budget of {ratio:.2f} was missed: the share is {compressed.share:.3f}."]
+    return [f"The budget of {ratio:.2f} was missed: the network keeps {compressed.share:.3f}."]
 
 
 def _speed(comparison: Comparison) -> list[str]:
@@ -353,11 +353,11 @@ def _advice(comparison: Comparison) -> list[str]:
     base = comparison.base
     small = base is not None and base.gmacs < _SMALL_GMACS
     why = (
-        f"the whole network has only {1e3 * base.gmacs:.0f} million multiply-adds, and overhead "
-        "outweighs them"
+        f"the network has only {1e3 * base.gmacs:.0f} million multiply-adds, and overhead takes "
+        "longer than they do"
         if small and base is not None
-        else "matching adds small operators, and at this batch starting them costs as much as the "
-        "tokens that it saves"
+        else "matching adds small operators, and at this batch size launching them takes as long "
+        "as the merged tokens save"
     )
     best = max(fast, key=lambda t: t.speedup or 0, default=None)
     if best is not None:
@@ -366,7 +366,7 @@ def _advice(comparison: Comparison) -> list[str]:
         advice = "merging pays on larger networks, longer sequences or larger batches"
     else:
         advice = "try larger batches, a smaller --ratio, or another form (--forms)"
-    return [f"Nothing is gained in {where}: {why}. What to do: {advice}."]
+    return [f"No gain in {where}: {why}. What to do: {advice}."]
 
 
 def _speed_part(timing: Timing, *, at: bool = True) -> str:
@@ -416,7 +416,7 @@ def _cautions(comparison: Comparison) -> list[str]:
         )
     if comparison.interrupted:
         sentences.append(
-            f"The run was stopped during {comparison.interrupted}: what is missing here was not "
+            f"The run was stopped during {comparison.interrupted}. What is missing here was not "
             "measured."
         )
     return sentences

@@ -14,17 +14,17 @@ class VisualizeSettings:
     method: str | None = None
     """How to merge, such as ltm:support=learned,weights=uniform; by default ltm."""
     against: str = "tome"
-    """Another method to draw beside it, at the same ratio; none for none."""
+    """Another method to draw next to it, at the same ratio; none leaves it out."""
     ratio: float = 0.7
-    """Share of the multiply-adds that may remain."""
+    """Share of the multiply-adds to keep."""
     targets: tuple[str, ...] = ()
-    """Patches as row,column, one for all images or one for each; by default telling ones."""
+    """Patches to follow, as row,column: one for all images or one per image. Chosen by default."""
     sites: str = "last"
-    """Blocks to draw: last (whose tokens are still attended to), all, or numbers: 3,8."""
+    """Blocks to draw: last (the last whose tokens are still read), all, or numbers such as 3,8."""
     gif: bool = False
-    """Also make a film through the blocks for every image."""
+    """Also write an animation through the blocks for every image."""
     limit: int = 12
-    """Draw at most so many images."""
+    """Images to draw at most."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 

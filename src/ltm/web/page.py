@@ -22,8 +22,8 @@ from ltm.web.rendering import draw_groups, draw_token, layer_table, share_of, su
 _TITLE = "Token merging"
 _INTRODUCTION = (
     "# Token merging\nA vision transformer cuts a picture into patches and makes each a token. "
-    "Merging makes tokens that are alike one: the same network for less compute. Choose or upload "
-    "a picture, move the ratio, and click a patch to see which others it shares a token with."
+    "Merging turns similar tokens into one, so the network has less to compute. Choose or upload "
+    "a picture, move the share, and click a patch to see which others share its token."
 )
 _ROUNDS = 7
 """Timings of a picture, before and after in turn."""

@@ -13,7 +13,7 @@ class ServeSettings(InputSettings):
     """What the page offers, and where it listens."""
 
     embedded: tuple[Literal["demo_vit"], ...] = ("demo_vit",)
-    """Embedded networks to offer beside it."""
+    """Networks of the package to offer as well."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 lets other machines see the page."""
     port: int = 7860
