@@ -31,10 +31,12 @@ fuzz: export LTM_FUZZ_CASES ?= 1000
 fuzz: $(INSTALLED)
 	$(BIN)/pytest tests/fuzz
 
-# Kills training runs, and compares what becomes of them with a run that was not killed.
+# Kills training runs, and compares what becomes of them with a run that was not killed; embeds many
+# images, and looks at the memory.
 soak: export LTM_SOAK_KILLS ?= 20
+soak: export LTM_SOAK_ROWS ?= 100000
 soak: $(INSTALLED)
-	$(BIN)/pytest -s tests/training/test_kills.py
+	$(BIN)/pytest -s tests/training/test_kills.py tests/deployment/test_embedding.py -k "killed or memory"
 
 # Converts every name of timm's registry on `meta`; prints what converts, and why the others do not.
 registry: export LTM_REGISTRY = all

@@ -26,6 +26,8 @@ _EXTRA_OF = {
     "gradio": "web",
     "faster_coco_eval": "detection",
     "pycocotools": "detection",
+    "pyarrow": "scale",
+    "ray": "ray",
 }
 """Which extra installs a module that some of ours import at their top."""
 

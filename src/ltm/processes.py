@@ -25,6 +25,9 @@ class Process(NamedTuple):
         return self.rank == 0
 
 
+ALONE = Process()
+
+
 def is_first() -> bool:
     """Whether this process prints and writes for all that torchrun started."""
     return os.environ.get("RANK", "0") == "0"

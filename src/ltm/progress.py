@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ltm.interruption import in_steps, take_press
 
@@ -14,8 +14,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Advance = Callable[[str], None]
-"""Count an item; a text that is not empty replaces the one beside the bar."""
+
+class Advance(Protocol):
+    """Counts items."""
+
+    def __call__(self, text: str = "", *, count: int = 1, total: int | None = None) -> None:
+        """Count some; a text that is not empty replaces the one beside the bar.
+
+        So does a total that was not known, or only estimated.
+        """
+        ...
 
 
 @contextmanager
@@ -37,7 +45,7 @@ def progress_bar(
         transient: Remove the bar when it is done.
     """
     if silent or find_spec("rich") is None:
-        yield lambda _="": None
+        yield _say_nothing
         return
 
     from rich.console import Console
@@ -61,11 +69,15 @@ def progress_bar(
     with Bar(*columns, console=console, disable=hidden, transient=transient) as bar:
         task = bar.add_task(title, total=total, text="")
 
-        def advance(text: str = "") -> None:
+        def advance(text: str = "", *, count: int = 1, total: int | None = None) -> None:
             fields = {"text": text} if text else {}
-            bar.update(task, advance=1, **fields)  # pyright: ignore[reportArgumentType]
+            bar.update(task, advance=count, total=total, **fields)  # pyright: ignore[reportArgumentType]
 
         yield advance
+
+
+def _say_nothing(text: str = "", *, count: int = 1, total: int | None = None) -> None:
+    pass
 
 
 class Progress:

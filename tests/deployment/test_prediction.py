@@ -15,19 +15,11 @@ from PIL import Image
 from torch import Tensor
 
 from ltm.data.shapes import example_pictures
+from ltm.data.sources import check_inputs, find_images, path_refs
 from ltm.deployment.export import Export
-from ltm.deployment.formats import onnx_information
-from ltm.deployment.information import ModelInformation
-from ltm.deployment.prediction import (
-    Classifier,
-    Detector,
-    ImageModel,
-    check_inputs,
-    image_paths,
-    open_writer,
-    stream,
-)
-from ltm.evaluation.modes import OnnxModel
+from ltm.deployment.prediction import Classifier, Detector, ImageModel, open_writer, stream
+from ltm.deployment.predictor import BatchPredictor
+from ltm.deployment.settings import InputSettings
 
 pytestmark = pytest.mark.slow
 
@@ -60,20 +52,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_paths_come_from_images_folders_lists_and_standard_input(folder: Path) -> None:
-    found = list(image_paths([str(folder)]))
+def paths_of(inputs: list[str]) -> list[str]:
+    return [image.path for image in find_images(inputs)]
+
+
+def test_paths_come_from_images_folders_lists_and_standard_input(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [*(f"{value}.png" for value in range(7)), "deep/er/grey.jpg"]
-    assert found == [str(folder / name) for name in names]
+    assert paths_of([str(folder)]) == [str(folder / name) for name in names]
+    assert [image.id for image in find_images([str(folder)])] == names
     listed = folder / "paths.txt"
     listed.write_text("a.png\n\nb c.png\r\n")
-    stdin = io.StringIO("x.png\ny.png\n")
-    assert list(image_paths(["one.png", str(listed), "-"], stdin)) == [
-        "one.png",
-        "a.png",
-        "b c.png",
-        "x.png",
-        "y.png",
-    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("x.png\ny.png\n"))
+    found = paths_of(["one.png", str(listed), "-"])
+    assert found == ["one.png", "a.png", "b c.png", "x.png", "y.png"]
     check_inputs(["-", str(folder)])
     with pytest.raises(FileNotFoundError, match=r"absent\.png: there is no such image"):
         check_inputs([str(folder), "absent.png"])
@@ -84,8 +77,7 @@ def test_folders_are_sorted_by_path(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = list(image_paths([str(tmp_path)]))
-    assert found == [str(path) for path in sorted(tmp_path / name for name in names)]
+    assert paths_of([str(tmp_path)]) == [str(p) for p in sorted(tmp_path / n for n in names)]
 
 
 def test_limits_are_written_behind_an_input(folder: Path) -> None:
@@ -94,17 +86,17 @@ def test_limits_are_written_behind_an_input(folder: Path) -> None:
     for name in (f"{folder}/0.png", str(folder), str(listed)):
         inputs = [f"{name}?most_pixels=1"]
         check_inputs(inputs)
-        first, *_ = stream(image_paths(inputs), Brightness())
+        first, *_ = stream(find_images(inputs), Brightness())
         assert first.path == f"{folder}/0.png"
         assert "pixels, but most_pixels is 1;" in (first.error or "")
-        assert next(stream(image_paths([f"{name}?most_pixels=9999"]), Brightness())).error is None
+        assert next(stream(find_images([f"{name}?most_pixels=9999"]), Brightness())).error is None
 
 
 def test_predictions_keep_the_order_and_report_what_cannot_be_read(folder: Path) -> None:
     (folder / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n but no more")
     names = ["0.png", "3.png", "broken.png", "absent.png", "1.png", "deep", "6.png"]
     model = Brightness()
-    found = list(stream([str(folder / name) for name in names], model, batch_size=3))
+    found = list(stream(path_refs(str(folder / n) for n in names), model, batch_size=3))
     assert [Path(row.path).name for row in found] == names
     values = [None if row.answer is None else row.answer["values"][0] for row in found]
     assert values == [0, 30, None, None, 10, None, 60]
@@ -125,7 +117,7 @@ def test_millions_of_paths_cost_no_memory(folder: Path) -> None:
             yield path
 
     model = Brightness()
-    found = stream(endless(), model, batch_size=8, threads=2)
+    found = stream(path_refs(endless()), model, batch_size=8, threads=2)
     sizes = []
     tracemalloc.start()
     for _ in range(3):
@@ -136,30 +128,26 @@ def test_millions_of_paths_cost_no_memory(folder: Path) -> None:
     tracemalloc.stop()
     assert sizes[2] - sizes[1] < 20_000, "a path and its future alone would be 600,000"
     assert next(taken) <= 2400 + 3 * 8, "paths are read only as they are needed"
-    found.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("decode")]
 
 
 def test_a_classifier_names_the_likeliest_classes(exported: Export, tmp_path: Path) -> None:
-    picture = example_pictures(1, 64)[0].image
-    picture.save(tmp_path / "picture.png")
-    onnx = OnnxModel(exported.folder / "model.onnx")
-    known = onnx_information(onnx)
-    both = [Classifier(onnx, known, 3), Classifier(exported.model, known, 3)]
-    answers = []
-    for classifier in both:
-        (row,) = stream([str(tmp_path / "picture.png")], classifier)
+    example_pictures(1, 64)[0].image.save(tmp_path / "picture.png")
+    file, answers = exported.folder / "model.onnx", []
+    for model, top in ((file, 3), (exported.model, 3), (file, 50)):
+        classifier = Classifier(BatchPredictor(model, "top5", top=top, device="cpu"))
+        (row,) = stream(path_refs([str(tmp_path / "picture.png")]), classifier)
         assert row.answer is not None
         answers.append(row.answer)
     assert answers[0]["classes"] == [f"class {index}" for index in answers[0]["indices"]]
-    assert answers[0]["indices"] == answers[1]["indices"]
     assert answers[0]["probabilities"] == sorted(answers[0]["probabilities"], reverse=True)
-    unnamed = ModelInformation(model="x", spec=known.spec)
-    (row,) = stream([str(tmp_path / "picture.png")], Classifier(onnx, unnamed, 50))
-    assert row.answer is not None
-    assert row.answer["classes"] == [str(index) for index in row.answer["indices"]]
-    assert len(row.answer["classes"]) == 10
-    assert sum(row.answer["probabilities"]) == pytest.approx(1, abs=1e-4)
+    assert answers[1]["classes"] == [str(index) for index in answers[1]["indices"]], "no names"
+    assert len(answers[2]["classes"]) == 10
+    assert sum(answers[2]["probabilities"]) == pytest.approx(1, abs=1e-4)
+    few = tmp_path / "few.txt"
+    few.write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match="got 2 for a model of 10 classes"):
+        BatchPredictor(file, "top5", inputs=InputSettings(class_names=few)).load()
 
 
 def test_a_detector_gives_boxes_above_its_threshold(folder: Path) -> None:
@@ -175,7 +163,8 @@ def test_a_detector_gives_boxes_above_its_threshold(folder: Path) -> None:
             return [{"boxes": boxes, "scores": scores, "labels": labels}] * 2
 
     detector = Detector(Found(), threshold=0.5)  # type: ignore[arg-type]
-    rows = list(stream([str(folder / "0.png"), str(folder / "3.png")], detector))
+    images = path_refs([str(folder / "0.png"), str(folder / "3.png")])
+    rows = list(stream(images, detector))
     expected = {"classes": ["dog"], "scores": [0.9], "boxes": [[1.0, 1.0, 3.0, 3.0]]}
     assert [row.answer for row in rows] == [expected, expected]
 
@@ -184,7 +173,8 @@ def test_lines_are_json_or_csv(folder: Path) -> None:
     import csv
 
     model = Brightness()
-    rows = list(stream([str(folder / "1.png"), str(folder / "absent, or so.png")], model))
+    images = path_refs([str(folder / "1.png"), str(folder / "absent, or so.png")])
+    rows = list(stream(images, model))
     lines, table = io.StringIO(), io.StringIO()
     for row in rows:
         open_writer("jsonl", lines, model)(row)

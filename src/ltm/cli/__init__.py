@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "Write a network as an ONNX, torch.export or OpenVINO file, in float or int8.",
     "table": "Repeat the experiment behind a table or figure of the paper.",
     "predict": "Classify images with a saved network or an ONNX file.",
+    "embed": "Write embeddings and classes of any number of images as Parquet files.",
     "serve": "Show in a browser what merges, and what it does to predictions and time.",
     "demo": "Compress a network that comes with the package: no download, about a minute.",
 }

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from ltm.cli.commands import Flat
-from ltm.deployment.settings import LineFormat, PredictSettings
+from ltm.deployment.settings import PredictSettings, TableFormat
 from ltm.files import output_folder
 from ltm.models import ModelSource, refuse_given
 
@@ -18,15 +18,16 @@ def predict(
     settings: Flat[PredictSettings],
     *,
     onnx: Path | None = None,
-    form: Annotated[LineFormat, tyro.conf.arg(name="format")] = "jsonl",
+    form: Annotated[TableFormat, tyro.conf.arg(name="format")] = "jsonl",
     output: Path | None = None,
     overwrite: bool = False,
 ) -> None:
     """Classify images with a saved network or an ONNX file: one line each, JSON or CSV.
 
-    Inputs are images, folders (sorted by path), text files of paths (.txt), and paths from standard
-    input (-). An image that cannot be read gets a line that says why. Only the names of the images
-    in a folder are kept in memory. A saved detector works too.
+    Inputs are images, folders (sorted by path), .zip archives, tar shards, Parquet files, hf:NAME,
+    text files of paths (.txt), and paths from standard input (-). An image that cannot be read gets
+    a line that says why. Only the names of the images in a folder are kept in memory. A saved
+    detector works too.
 
     Example:
         ltm predict photos/ cat.jpg --run runs/small > predictions.jsonl
@@ -37,23 +38,26 @@ def predict(
         source: which network.
         settings: how images are prepared, and what is written about them.
         onnx: a file that ltm export wrote, instead of a network.
-        form: jsonl or csv.
+        form: jsonl, csv, or parquet: files that a stopped run goes on with (--resume), which
+            several GPUs or a Ray cluster may write (--devices, --ray).
         output: folder for predictions and metrics.json; by default they are printed.
         overwrite: replace another run's results there.
     """
-    written = (f"predictions.{form}",)
-    with output_folder(output, overwrite=overwrite, written=written):
+    tables = form == "parquet"
+    _check_form(settings, output, tables=tables)
+    written = "parquet" if tables else f"predictions.{form}"
+    with output_folder(output, overwrite=overwrite or settings.resume, written=(written,)):
         if onnx is not None:
             _check_onnx_alone(onnx, source)
 
         from ltm.deployment import prediction
 
         found = prediction.predict(source if onnx is None else onnx, inputs, settings, say=_say)
-        if output is None:
-            found.write(sys.stdout, form)
-        else:
+        if output is not None:
             found.save(output, form)
-    if not found.num_images:
+        elif form != "parquet":
+            found.write(sys.stdout, form)
+    if not found.num_images and not tables:
         print("there are no images among the inputs", file=sys.stderr)
     if found.num_unreadable:
         unread = f"{found.num_unreadable} of {found.num_images} images could not be read"
@@ -68,6 +72,15 @@ def predict(
 def _say(line: str) -> None:
     """Predictions go to standard output, so this goes elsewhere."""
     print(line, file=sys.stderr)
+
+
+def _check_form(settings: PredictSettings, output: Path | None, *, tables: bool) -> None:
+    """Refuse options of Parquet files for lines, and Parquet files without a folder."""
+    if tables and output is None:
+        raise ValueError("format is parquet: give --output, a folder for the files")
+    for name in ("devices", "ray", "resume"):
+        if not tables and getattr(settings, name):
+            raise ValueError(f"--{name} goes with --format parquet")
 
 
 def _check_onnx_alone(onnx: Path, source: ModelSource) -> None:

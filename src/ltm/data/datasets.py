@@ -101,7 +101,7 @@ def _find_images(source: str, split: str, holdout_ratio: float, *, labelled: boo
     source, limits, _ = split_limits(source)
     if source.startswith("hf:"):
         return _find_on_hugging_face(source, split, limits)
-    if source.endswith(".tar") or _is_folder_of_shards(Path(source)):
+    if source.endswith(".tar") or is_folder_of(".tar", Path(source)):
         paths = expand_shards(source, split)
         is_split = any(expand_shards(source, other) != paths for other in ("train", "val"))
         return open_shards(paths, limits)._replace(split=split if is_split else "all")
@@ -113,11 +113,12 @@ def _find_images(source: str, split: str, holdout_ratio: float, *, labelled: boo
     return label_images(files, split, holdout_ratio, labelled=labelled)
 
 
-def _is_folder_of_shards(folder: Path) -> bool:
+def is_folder_of(suffix: str, folder: Path) -> bool:
+    """Say whether a folder holds shards, files of a suffix, and no folders."""
     return (
         folder.is_dir()
         and not any(path.is_dir() for path in folder.iterdir())
-        and any(folder.glob("*.tar"))
+        and any(folder.glob(f"*{suffix}"))
     )
 
 
@@ -145,7 +146,15 @@ class _HuggingFaceImages:
         return decode(content, self.name(index), self._limits)
 
 
-def _find_on_hugging_face(source: str, split: str, limits: Limits) -> LabelledFiles:
+class _HuggingFace(NamedTuple):
+    """A split of a Hugging Face data set, its images undecoded."""
+
+    files: _HuggingFaceImages
+    rows: Any
+
+
+def open_hugging_face(source: str, split: str, limits: Limits) -> _HuggingFace:
+    """Open a split of `hf:NAME` or `hf:NAME:CONFIG`; its images need no labels."""
     datasets = require("datasets")
     name, _, config = source.removeprefix("hf:").partition(":")
     known = datasets.get_dataset_split_names(name, config or None)
@@ -154,14 +163,14 @@ def _find_on_hugging_face(source: str, split: str, limits: Limits) -> LabelledFi
         raise ValueError(f"{source} has no split {split!r}; choose from {', '.join(known)}")
     rows = datasets.load_dataset(name, config or None, split=chosen)
     image = _column(rows.features, "Image", source)
-    label = _column(rows.features, "ClassLabel", source)
     undecoded = rows.cast_column(image, datasets.Image(decode=False))
-    return LabelledFiles(
-        _HuggingFaceImages(undecoded, image, f"{source}/{split}", limits),
-        np.asarray(rows[label]),
-        tuple(rows.features[label].names),
-        split,
-    )
+    return _HuggingFace(_HuggingFaceImages(undecoded, image, f"{source}/{split}", limits), rows)
+
+
+def _find_on_hugging_face(source: str, split: str, limits: Limits) -> LabelledFiles:
+    files, rows = open_hugging_face(source, split, limits)
+    label = _column(rows.features, "ClassLabel", source)
+    return LabelledFiles(files, np.asarray(rows[label]), tuple(rows.features[label].names), split)
 
 
 def _column(features: dict[str, Any], kind: str, source: str) -> str:

@@ -4,6 +4,7 @@ Whatever reads images reads them here: data sets, prediction, reports, the page,
 """
 
 import io
+import math
 import re
 import warnings
 from pathlib import Path
@@ -16,6 +17,9 @@ from ltm.data.limits import LimitError, Limits, read_file
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"}
 )
+
+ARRAYS = frozenset({".npy"})
+"""Files of 8-bit pixels, which tar shards may hold instead of images."""
 
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -84,6 +88,35 @@ def decode(
         if isinstance(error, Image.DecompressionBombError):  # far above: Pillow's own limit
             _check_pixels(name, int("0" + "".join(re.findall(r"\d+", str(error))[:1])), limits)
         raise UnreadableImageError(f"{name} is no readable image: {_sentence(error)}") from error
+
+
+def decode_array(data: bytes, name: str, limits: Limits | None = None) -> np.ndarray:
+    """Decode a .npy file of 8-bit pixels, (height, width, 3) or (3, height, width), without a copy.
+
+    Its header is checked first: it may claim any size, and nothing in it is unpickled.
+    """
+    file, form = io.BytesIO(data), np.lib.format
+    try:
+        read_header = _HEADERS[form.read_magic(file)]
+        shape, by_columns, dtype = read_header(file)
+    except Exception as error:  # numpy parses the header as Python
+        raise UnreadableImageError(f"{name} is no readable array: {_sentence(error)}") from error
+    if dtype != np.uint8 or by_columns or len(shape) != 3 or 3 not in (shape[0], shape[2]):
+        raise UnreadableImageError(
+            f"{name} is an array of {dtype} and shape {shape}; 8-bit pixels of shape "
+            "(height, width, 3) or (3, height, width) are needed"
+        )
+    size = math.prod(shape)
+    _check_pixels(name, size // 3, limits or Limits())
+    if len(data) - file.tell() < size:
+        raise UnreadableImageError(f"{name} is no readable array: it is cut off")
+    return np.frombuffer(data, np.uint8, size, file.tell()).reshape(shape)
+
+
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ltm.data.decoding import EXTENSIONS, decode
+from ltm.data.decoding import ARRAYS, EXTENSIONS, decode
 from ltm.data.images import LabelledFiles
 from ltm.data.limits import Limits, read_file
 from ltm.extras import require
@@ -118,7 +118,7 @@ def _listed_classes(path: Path, limits: Limits) -> tuple[str, ...]:
     return tuple(names)
 
 
-class _Extent(NamedTuple):
+class Extent(NamedTuple):
     """Where a member's bytes are in its shard."""
 
     offset: int
@@ -127,16 +127,44 @@ class _Extent(NamedTuple):
 
 def _samples(path: Path, limits: Limits) -> Iterator[tuple[int, int, int]]:
     """Yield offset and size of every image of a shard, and its label."""
+    with path.open("rb") as file:
+        for sample in _grouped(path):
+            extent, label = _image(path, sample, limits).extent, _label(path, file, sample, limits)
+            yield extent.offset, extent.size, label
+
+
+def _grouped(path: Path) -> Iterator[dict[str, Any]]:
+    """The samples of a shard: extents by extension."""
     group_by_keys = require("webdataset.tariterators", extra="cli").group_by_keys
 
     def refuse(error: Exception) -> bool:
         reason = error.args[0] if error.args else type(error).__name__
         raise ValueError(f"{path}: {reason}") from error
 
-    with path.open("rb") as file:
-        for sample in group_by_keys(_members(path), handler=refuse):
-            extent, label = _image(path, sample, limits), _label(path, file, sample, limits)
-            yield extent.offset, extent.size, label
+    yield from group_by_keys(_members(path), handler=refuse)
+
+
+class Member(NamedTuple):
+    """An image of a shard: its key, its file name there, and where its bytes are."""
+
+    key: str
+    name: str
+    extent: Extent
+
+
+def shard_images(path: Path, limits: Limits) -> Iterator[Member | ValueError]:
+    """Find the images and .npy arrays of a shard, labelled or not; or why one cannot be taken.
+
+    A shard that cannot be read on ends with the reason.
+    """
+    try:
+        for sample in _grouped(path):
+            try:
+                yield _image(path, sample, limits, EXTENSIONS | ARRAYS)
+            except ValueError as error:
+                yield error
+    except ValueError as error:
+        yield error
 
 
 def _members(path: Path) -> Iterator[dict[str, Any]]:
@@ -154,10 +182,10 @@ def _members(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path} is no readable tar file ({error}); copy it again") from error
 
 
-def _extent(member: tarfile.TarInfo, end: int) -> _Extent:
+def _extent(member: tarfile.TarInfo, end: int) -> Extent:
     if not 0 <= member.size <= end - member.offset_data:
         raise tarfile.ReadError(f"{member.name} is cut off")
-    return _Extent(member.offset_data, member.size)
+    return Extent(member.offset_data, member.size)
 
 
 class _HeaderFile(io.FileIO):
@@ -171,12 +199,14 @@ class _HeaderFile(io.FileIO):
         return super().read(size) or b""
 
 
-def _image(path: Path, sample: dict[str, Any], limits: Limits) -> _Extent:
+def _image(
+    path: Path, sample: dict[str, Any], limits: Limits, extensions: frozenset[str] = EXTENSIONS
+) -> Member:
     for extension, extent in sample.items():
-        if f".{extension}" in EXTENSIONS:
-            name = f"{path}: {sample['__key__']}.{extension}"
-            limits.check("most_bytes", extent.size, f"{name} has {extent.size} bytes")
-            return extent
+        if f".{extension}" in extensions:
+            key, name = sample["__key__"], f"{sample['__key__']}.{extension}"
+            limits.check("most_bytes", extent.size, f"{path}: {name} has {extent.size} bytes")
+            return Member(key, name, extent)
     parts = sorted(f".{name}" for name in sample if not name.startswith("__"))
     raise ValueError(f"{path}: {sample['__key__']} has {', '.join(parts)}, but no image among them")
 

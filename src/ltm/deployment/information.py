@@ -17,7 +17,7 @@ from ltm.data.config import DataConfig
 from ltm.data.transforms import ImageSpec
 from ltm.deployment.settings import InputSettings
 from ltm.evaluation.images import expected_images
-from ltm.models import name_of, num_classes_of, saved_config
+from ltm.models import name_of, saved_config
 
 _PREFIX = "ltm."
 
@@ -112,7 +112,7 @@ def known_about(
     names = None if run is None or given.class_names is not None else saved_class_names(run)
     spec = expected_images(model, DataConfig(source=source))
     known = describe(model, class_names=names, spec=spec)
-    return known.adjusted(num_classes_of(model), given)
+    return known.adjusted(int(getattr(model, "num_classes", 0) or 0), given)
 
 
 def _check_class_names(names: Sequence[str] | None, number: int) -> None:

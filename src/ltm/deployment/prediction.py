@@ -1,4 +1,4 @@
-"""`ltm.predict`: streams of images through a model, decoded by threads, answered in order.
+"""`ltm.predict`: streams of images through a model, answered in order.
 
 Whatever can `prepare` an image and answer a batch of them can predict (`ImageModel`): a network, an
 ONNX file, a saved detector. A saved folder says by its config.json which of them it holds.
@@ -8,37 +8,29 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
-from torchvision.transforms.v2.functional import pil_to_tensor, to_dtype
+from torchvision.transforms.v2.functional import to_dtype, to_image
 
 from ltm.api.folders import saved_folder
 from ltm.core.validation import require_least
-from ltm.data.decoding import read_image
-from ltm.data.folders import walk_images
-from ltm.data.limits import split_limits
-from ltm.data.transforms import evaluation_transform
-from ltm.deployment.formats import onnx_information
-from ltm.deployment.information import ModelInformation, known_about
-from ltm.deployment.settings import LineFormat, PredictSettings
-from ltm.evaluation.modes import OnnxModel
+from ltm.data.reading import Chunk, Content, Preparation, Readings, read_chunks
+from ltm.data.sources import ImageRef, check_inputs, find_images
+from ltm.deployment.embedding import make_predictor, write_tables
+from ltm.deployment.predictor import NOT_FINITE, BatchPredictor
+from ltm.deployment.settings import LineFormat, PredictSettings, TableFormat
 from ltm.files import results_in, write_metrics
 from ltm.models import (
     ModelSource,
     Say,
     changed,
-    open_model,
     refuse_given,
     saved_config,
     silent,
@@ -51,10 +43,6 @@ if TYPE_CHECKING:
 
 Answer = dict[str, Any]
 Write = Callable[["Prediction"], None]
-
-_STDIN = "-"
-_LISTS = (".txt", ".lst", ".list")
-"""Text files with these endings are lists of paths."""
 
 
 # --- The verb ------------------------------------------------------------------------------------
@@ -74,8 +62,14 @@ class Predictions:
     def __iter__(self) -> Iterator[Prediction]:
         self.num_images = self.num_unreadable = 0
         loop, settings = Progress("images"), self.settings
-        paths = image_paths(self.images)
-        found = stream(paths, self.model, batch_size=settings.batch_size, threads=settings.threads)
+        images = find_images(self.images, split=settings.split)
+        found = stream(
+            images,
+            self.model,
+            batch_size=settings.batch_size,
+            threads=settings.threads,
+            workers=settings.workers,
+        )
         for prediction in loop(found):
             self.num_images += 1
             self.num_unreadable += prediction.error is not None
@@ -88,8 +82,10 @@ class Predictions:
         for prediction in self:
             write(prediction)
 
-    def save(self, folder: Path | str, form: LineFormat = "jsonl") -> Path:
-        """Write predictions.jsonl or predictions.csv, and metrics.json, into a folder."""
+    def save(self, folder: Path | str, form: TableFormat = "jsonl") -> Path:
+        """Write predictions.jsonl or .csv, or Parquet files, and metrics.json, into a folder."""
+        if form == "parquet":
+            return self._save_tables(Path(folder))
         name = f"predictions.{form}"
         with results_in(folder, replaced=("predictions.jsonl", "predictions.csv")) as aside:
             path = aside / name
@@ -98,6 +94,16 @@ class Predictions:
             counts = {"images": self.num_images, "unreadable": self.num_unreadable}
             write_metrics(aside, {**counts, "interrupted": self.interrupted})
         return Path(folder) / name
+
+    def _save_tables(self, folder: Path) -> Path:
+        if not isinstance(self.model, Classifier):
+            raise ValueError("format is parquet: boxes do not fit a table; choose jsonl or csv")
+        done = write_tables(
+            self.model.predictor, self.images, folder, self.settings, overwrite=True
+        )
+        self.num_images, self.num_unreadable = done.images, done.unreadable
+        self.interrupted = done.interrupted
+        return folder
 
     def __repr__(self) -> str:
         inputs = ", ".join(self.images[:3]) + (", ..." if len(self.images) > 3 else "")
@@ -118,8 +124,8 @@ def predict(
     Args:
         model: a network, a saved folder, an .onnx file of `ltm.export`, a timm name, or a
             `ModelSource`.
-        images: images, folders (sorted by path), text files of paths (.txt), and - for paths from
-            standard input.
+        images: images, folders (sorted by path), .zip archives, tar shards, Parquet files,
+            `hf:NAME`, text files of paths (.txt), and - for paths from standard input.
         settings: how images are prepared, and what is said about them.
         say: told what is done, line by line.
         changes: fields of the settings to change, such as `top=1`.
@@ -145,11 +151,8 @@ def _open_predictor(
             f"onnx is {model}: a torch.export program is read by unpickling, which can run "
             "anything; export to ONNX instead"
         )
-    if isinstance(model, str | Path) and Path(model).suffix.lower() == ".onnx":
-        file = OnnxModel(Path(model))
-        known = onnx_information(file).adjusted(file.num_classes, settings)
-        return Classifier(file, known, settings.top)
-    source = source_of(model)
+    onnx = isinstance(model, str | Path) and Path(model).suffix.lower() == ".onnx"
+    source = None if onnx else source_of(model)
     run = None if source is None else source.run
     if source is not None and run is not None and is_detector(run):
         given = {"class_names": settings.class_names, "crop_ratio": settings.crop_ratio}
@@ -161,10 +164,7 @@ def _open_predictor(
         return Detector(loaded, settings.threshold)
     if source is not None and run is None and source.model is None:
         raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
-    network: Any = open_model(model, say=say)
-    if not getattr(network, "num_classes", 0):
-        raise ValueError("model: it has no classes to predict; take one with a head")
-    return Classifier(network, known_about(network, settings, run=run), settings.top)
+    return Classifier(make_predictor(model, ("top5",), settings, top=settings.top, say=say))
 
 
 def is_detector(run: Path) -> bool:
@@ -182,8 +182,8 @@ class ImageModel(ABC):
     """The keys of its answers."""
 
     @abstractmethod
-    def prepare(self, image: Image.Image) -> Tensor:
-        """One image as the model expects it."""
+    def prepare(self, image: Content) -> Tensor:
+        """One image, or array of 8-bit pixels, as the model expects it."""
 
     @abstractmethod
     def answer(self, images: Sequence[Tensor]) -> Sequence[Answer | None]:
@@ -199,44 +199,29 @@ class Prediction:
     error: str | None = None
 
 
-def likeliest(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The classes of the highest scores, or all if there are fewer, and their probabilities."""
-    best = scores.float().softmax(dim=-1).topk(min(top, scores.shape[-1]))
-    return best.indices, best.values
-
-
 class Classifier(ImageModel):
-    """The likeliest classes, from anything that gives scores."""
+    """The likeliest classes, from anything that a `BatchPredictor` runs."""
 
     columns = ("classes", "indices", "probabilities")
 
-    def __init__(
-        self, scores: Callable[[Tensor], Tensor], information: ModelInformation, top: int = 5
-    ) -> None:
-        self.scores, self.information, self.top = scores, information, top
-        self._transform = evaluation_transform(information.spec, normalize=True)
+    def __init__(self, predictor: BatchPredictor) -> None:
+        self.predictor = predictor
+        self._preparation = Preparation(predictor.loaded.information.spec)
 
-    def prepare(self, image: Image.Image) -> Tensor:
-        return self._transform(image)
+    def prepare(self, image: Content) -> Tensor:
+        return self._preparation(image)
 
-    @torch.inference_mode()
     def answer(self, images: Sequence[Tensor]) -> list[Answer | None]:
-        indices, values = likeliest(self.scores(torch.stack(list(images))), self.top)
-        # Softmax passes on what is not finite, to the whole row.
-        finite = values[:, 0].isfinite().tolist()
-        found = zip(indices.tolist(), values.tolist(), finite, strict=True)
-        return [self._answer(best, shares) if known else None for best, shares, known in found]
+        found = self.predictor({"image": torch.stack(list(images))})
+        columns = (found[name].tolist() for name in (*self.columns, "error"))
+        return [
+            None if error else {"classes": names, "indices": indices, "probabilities": _rounded(p)}
+            for names, indices, p, error in zip(*columns, strict=True)
+        ]
 
-    def _answer(self, indices: list[int], values: list[float]) -> Answer:
-        return {
-            "classes": [self._name(index) for index in indices],
-            "indices": indices,
-            "probabilities": [round(value, 6) for value in values],
-        }
 
-    def _name(self, index: int) -> str:
-        names = self.information.class_names
-        return str(index) if names is None else names[index]
+def _rounded(values: list[float]) -> list[float]:
+    return [round(value, 6) for value in values]
 
 
 class Detector(ImageModel):
@@ -247,8 +232,8 @@ class Detector(ImageModel):
     def __init__(self, loaded: LoadedDetector, threshold: float = 0.5) -> None:
         self.loaded, self.threshold = loaded, threshold
 
-    def prepare(self, image: Image.Image) -> Tensor:
-        return to_dtype(pil_to_tensor(image), scale=True)
+    def prepare(self, image: Content) -> Tensor:
+        return to_dtype(to_image(image), scale=True)
 
     @torch.inference_mode()
     def answer(self, images: Sequence[Tensor]) -> list[Answer]:
@@ -274,89 +259,33 @@ class Detector(ImageModel):
 
 
 def stream(
-    paths: Iterable[str], model: ImageModel, *, batch_size: int = 32, threads: int = 2
-) -> Generator[Prediction, None, None]:
-    """One prediction per path, in order; images that cannot be read are reported and passed over.
+    images: Iterable[ImageRef],
+    model: ImageModel,
+    *,
+    batch_size: int = 32,
+    threads: int = 2,
+    workers: int = 0,
+) -> Iterator[Prediction]:
+    """One prediction per image, in order; what cannot be read is reported and passed over.
 
-    At most two batches of images are decoded ahead, so memory does not grow with their number.
+    Memory does not grow with the number of images.
     """
     require_least("batch_size", batch_size)
     require_least("threads", threads)
-    waiting: deque[tuple[str, Future[Tensor]]] = deque()
-    remaining = iter(paths)
-    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        try:
-            while True:
-                for path in islice(remaining, 3 * batch_size - len(waiting)):
-                    waiting.append((path, pool.submit(_read, path, model.prepare)))
-                if not waiting:
-                    return
-                batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-                yield from _predict_batch(batch, model)
-        finally:
-            for _, future in waiting:
-                future.cancel()
+    remaining = iter(images)
+    chunks = map(Chunk, iter(lambda: tuple(islice(remaining, batch_size)), ()))
+    for read in read_chunks(chunks, model.prepare, workers=workers, threads=threads):
+        yield from _predict_batch(read, model)
 
 
-def _read(path: str, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
-    name, limits, _ = split_limits(path)
-    return prepare(read_image(name, limits))
-
-
-def _predict_batch(
-    batch: list[tuple[str, Future[Tensor]]], model: ImageModel
-) -> Iterator[Prediction]:
-    found: list[Tensor | str] = []
-    for _, future in batch:
-        try:
-            found.append(future.result())
-        except Exception as error:  # noqa: BLE001 - decoders raise anything on damaged bytes
-            found.append(_sentence(error))
-    images = [value for value in found if isinstance(value, Tensor)]
+def _predict_batch(read: Readings, model: ImageModel) -> Iterator[Prediction]:
+    images = [image for image in read.images if image is not None]
     answers = iter(model.answer(images) if images else ())
-    for (path, _), value in zip(batch, found, strict=True):
-        if isinstance(value, str):
-            yield Prediction(path=split_limits(path).name, error=value)
-        else:
-            answer = next(answers)
-            error = None if answer is not None else "the model's scores are NaN or infinite"
-            yield Prediction(path=split_limits(path).name, answer=answer, error=error)
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def check_inputs(inputs: Iterable[str]) -> None:
-    """Refuse what does not exist before any work is done."""
-    for name in inputs:
-        if name != _STDIN and not Path(split_limits(name).name).exists():
-            raise FileNotFoundError(f"{name}: there is no such image, folder or list of paths")
-
-
-def image_paths(inputs: Iterable[str], stdin: TextIO | None = None) -> Iterator[str]:
-    """Paths of images, folders (with all they contain), lists of paths, and `-`, standard input.
-
-    Inputs keep their order; what a folder contains is sorted by path. Limits that are written
-    behind an input (`data.limits`) are passed on, behind each of its paths. Memory holds only the
-    names in the folders on the way down to the current image, and one line of a list.
-    """
-    for name, _, words in map(split_limits, inputs):
-        if name == _STDIN:
-            yield from _lines(sys.stdin if stdin is None else stdin)
-        elif Path(name).is_dir():
-            yield from (path + words for path in walk_images(name))
-        elif name.lower().endswith(_LISTS):
-            with Path(name).open(encoding="utf-8", errors="surrogateescape") as lines:
-                yield from (path + words for path in _lines(lines))
-        else:
-            yield name + words
-
-
-def _lines(lines: Iterable[str]) -> Iterator[str]:
-    return filter(None, (line.rstrip("\r\n") for line in lines))
+    for image, error in zip(read.chunk.images, read.errors, strict=True):
+        answer = None if error is not None else next(answers)
+        if answer is None and error is None:
+            error = NOT_FINITE  # noqa: PLW2901
+        yield Prediction(path=image.path, answer=answer, error=error)
 
 
 # --- Lines ---------------------------------------------------------------------------------------

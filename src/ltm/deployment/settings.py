@@ -1,4 +1,4 @@
-"""Settings of `ltm.export` and `ltm.predict`. Importing this imports no torch."""
+"""Settings of `ltm.export`, `ltm.predict` and `ltm.embed`. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from ltm.core.validation import require_least
 Format = Literal["onnx", "program", "openvino"]
 Recipe = Literal["accurate", "small", "dynamic", "convolutional"]
 LineFormat = Literal["jsonl", "csv"]
+TableFormat = Literal["jsonl", "csv", "parquet"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 TOLERANCE = 1e-3
 BATCH_SIZES = (1, 3, 16)
@@ -65,7 +67,51 @@ class ExportSettings(InputSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictSettings(InputSettings):
+class ManySettings(InputSettings):
+    """How many images go through a network, and where."""
+
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: Dtype = "auto"
+    """Of the network: auto is float16 on a GPU and float32 elsewhere."""
+    compile: bool = False
+    """Compile the network first, which takes a minute or two."""
+    workers: int = 0
+    """Processes that read images; 0 reads them in this one."""
+    split: str = "train"
+    """Split of hf:NAME and of shards named with {split}."""
+    shard_rows: int = 4096
+    """Rows of a Parquet file where the images come from no shards."""
+    devices: int | None = None
+    """Processes that share the work, one for each GPU, started by torch's launcher; with --ray the
+    actors of the cluster, by default one for each of its GPUs."""
+    ray: str | None = None
+    """Run on Ray Data: local, auto, or the address of a cluster."""
+    resume: bool = False
+    """Go on with the Parquet files of a run that was stopped."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "shard_rows", "devices"):
+            require_least(name, getattr(self, name, None))
+        require_least("workers", self.workers, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedSettings(ManySettings):
+    """What is written about images, how they are prepared, and who does the work."""
+
+    top: int = 5
+    """How many classes to give, where the network has a head; 0 gives none."""
+    batch_size: int = 64
+    """Images per batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_least("top", self.top, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSettings(ManySettings):
     """How images are prepared, and what is written about them."""
 
     top: int = 5
@@ -75,8 +121,9 @@ class PredictSettings(InputSettings):
     batch_size: int = 32
     """Images per batch."""
     threads: int = 2
-    """Threads that read images."""
+    """Threads that read images, without workers."""
 
     def __post_init__(self) -> None:
-        for name in ("top", "batch_size", "threads"):
+        super().__post_init__()
+        for name in ("top", "threads"):
             require_least(name, getattr(self, name))

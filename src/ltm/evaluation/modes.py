@@ -75,12 +75,14 @@ def onnxruntime(model: nn.Module, images: Tensor) -> Runner:
 
 
 class OnnxModel:
-    """An ONNX file in ONNX Runtime on the processor: scores from images.
+    """An ONNX file in ONNX Runtime, on the processor or on a GPU: scores from images.
 
     It takes torch's number of threads unless told otherwise.
     """
 
-    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, threads: int | None = None, device: torch.device | None = None
+    ) -> None:
         if not path.is_file():
             raise FileNotFoundError(f"model is {path}: there is no such file")
         runtime = require("onnxruntime", extra="export")
@@ -89,7 +91,7 @@ class OnnxModel:
         options.log_severity_level = 3
         # Otherwise its threads keep spinning between two calls, and slow down whatever runs then.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        providers = ["CPUExecutionProvider"]
+        providers = _providers(runtime, device or torch.device("cpu"))
         try:
             self._session = runtime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # its own exceptions have no common base
@@ -107,6 +109,19 @@ class OnnxModel:
     def __call__(self, images: Tensor) -> Tensor:
         outputs: Any = self._session.run(None, {self._input: images.float().cpu().numpy()})
         return torch.from_numpy(outputs[0])
+
+
+def _providers(runtime: Any, device: torch.device) -> list[Any]:
+    """How ONNX Runtime is told where to run; what it could not do there is an error."""
+    if device.type == "cpu":
+        return ["CPUExecutionProvider"]
+    wanted = "CUDAExecutionProvider"
+    if wanted not in runtime.get_available_providers():
+        raise ValueError(
+            f"device is {device}, but this ONNX Runtime has no CUDA: pip install onnxruntime-gpu, "
+            "or use --device cpu"
+        )
+    return [(wanted, {"device_id": device.index or 0}), "CPUExecutionProvider"]
 
 
 def to_onnx(

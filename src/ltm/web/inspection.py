@@ -15,7 +15,7 @@ from ltm.adapters.base import Layout
 from ltm.api import conversion_of
 from ltm.core.cost import meta_copy, meta_images, run_on_meta
 from ltm.core.schedule import Grid, grid_counts, halve
-from ltm.deployment.prediction import likeliest
+from ltm.deployment.predictor import likeliest
 from ltm.evaluation.latency import interleaved, speedup, spread, verdict
 from ltm.report.pictures import Pixels, prepare
 from ltm.report.tracing import SiteMap, at_block, trace

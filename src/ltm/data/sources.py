@@ -1,0 +1,299 @@
+"""Images without labels, as many as there are: which there are, part by part, and where each lies.
+
+An `ImageRef` is small and can be sent to another process, which reads the image. Inputs fall into
+parts, found one after the other: a tar shard, a Parquet file, or so many images of folders,
+archives and lists. Of a part its key is known before its images are looked for, so that finished
+parts cost nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+from PIL import Image
+
+from ltm.data.datasets import is_folder_of, open_dataset, open_hugging_face
+from ltm.data.decoding import ARRAYS, decode, decode_array, read_image
+from ltm.data.folders import Files, list_images, open_files, walk_images
+from ltm.data.images import ImageFiles
+from ltm.data.limits import LimitedSource, Limits, split_limits
+from ltm.data.shards import expand_shards, shard_images
+from ltm.extras import require
+
+STDIN = "-"
+_LISTS = (".txt", ".lst", ".list")
+"""Text files with these endings are lists of paths."""
+_INDEXED = ("hf:", "shapes")
+_IDS = ("id", "__key__", "key", "path", "url")
+"""Columns of a Parquet file that may name its images."""
+
+Read = Callable[..., Image.Image | np.ndarray]
+
+
+class ImageRef(NamedTuple):
+    """One image: what to call it, and how to read it; or why there is none."""
+
+    id: str
+    path: str
+    read: Read | None = None
+    place: tuple[Any, ...] = ()
+    error: str | None = None
+
+    def open(self) -> Image.Image | np.ndarray:
+        """The decoded image, or an array of 8-bit pixels; anything at all may be raised."""
+        if self.read is None:
+            raise ValueError(self.error or "there is no image")
+        return self.read(*self.place)
+
+
+class Part(NamedTuple):
+    """Images that belong together: a tar shard, or a slice of a folder."""
+
+    key: str
+    """Says which images these are, without looking for them where they are in a shard."""
+    images: Callable[[], Sequence[ImageRef]]
+
+
+def check_inputs(inputs: Iterable[str]) -> None:
+    """Refuse what does not exist before any work is done."""
+    for name in inputs:
+        bare = split_limits(name).name
+        named = name == STDIN or bare.startswith(_INDEXED) or _is_pattern(bare)
+        if not named and not Path(bare).exists():
+            raise FileNotFoundError(f"{name}: there is no such image, folder or list of paths")
+
+
+def find_parts(inputs: Iterable[str], *, rows: int = 4096, split: str = "train") -> Iterator[Part]:
+    """The parts of all inputs, in their order.
+
+    Args:
+        inputs: images, folders, .zip archives, lists of paths, `-` for paths from standard input,
+            tar shards, Parquet files, `hf:NAME` or `shapes`. Limits may be written behind each.
+        rows: images of a part, where they do not come in shards.
+        split: of `hf:NAME`, of generated shapes and of shards whose names hold {split}.
+    """
+    opened = (_open(split_limits(name), split) for name in inputs)
+    for in_shards, group in itertools.groupby(opened, lambda found: isinstance(found, list)):
+        found: Iterator[Any] = itertools.chain.from_iterable(group)
+        if in_shards:
+            yield from found
+        else:
+            while taken := tuple(itertools.islice(found, rows)):
+                yield Part(_digest(image.path for image in taken), lambda taken=taken: taken)
+
+
+def find_images(inputs: Iterable[str], *, split: str = "train") -> Iterator[ImageRef]:
+    """All images of all inputs, in order; memory holds those of one part."""
+    for part in find_parts(inputs, rows=1, split=split):
+        yield from part.images()
+
+
+def path_refs(paths: Iterable[str], words: str = "", base: str | None = None) -> Iterator[ImageRef]:
+    """Images by their paths; `words` are limits, `base` is the folder they were found in."""
+    for path in paths:
+        name = split_limits(path).name
+        known = name if base is None else os.path.relpath(name, base).replace(os.sep, "/")
+        yield ImageRef(known, name, _read_path, (path + words,))
+
+
+def _digest(names: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
+
+
+def _open(source: LimitedSource, split: str) -> Iterable[ImageRef] | list[Part]:
+    """What an input is, by its form: parts in shards, or images to be counted off."""
+    name, limits, words = source
+    shards = _open_shards(name, limits, split)
+    if shards or name.startswith(_INDEXED):
+        return shards or _indexed(name, split, words)
+    if name.lower().endswith(".zip"):
+        return _members(name, limits)
+    if name == STDIN:
+        return path_refs(_lines(sys.stdin))
+    if Path(name).is_dir():
+        return path_refs(walk_images(name), words, name)
+    listed = name.lower().endswith(_LISTS)
+    return path_refs(_listed(Path(name)) if listed else [name], words)
+
+
+def _open_shards(name: str, limits: Limits, split: str) -> list[Part]:
+    for suffix, part in _SHARDS.items():
+        folder = is_folder_of(suffix, Path(name))
+        if folder or name.endswith(suffix):
+            paths = sorted(Path(name).glob(f"*{suffix}")) if folder else expand_shards(name, split)
+            _require_shards(name, paths)
+            return [part(path, limits) for path in paths]
+    return []
+
+
+def _is_pattern(name: str) -> bool:
+    return name.endswith(tuple(_SHARDS)) and any(letter in name for letter in "*?[{")
+
+
+def _require_shards(pattern: str, paths: Sequence[Path]) -> None:
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing or not paths:
+        first = f", {missing[0]} first" if missing else ""
+        raise FileNotFoundError(
+            f"{pattern}: {len(missing)} of {len(paths)} shards are missing{first}; check the "
+            "pattern, such as a-{000..123}.tar"
+        )
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def _read_path(path: str) -> Image.Image:
+    name, limits, _ = split_limits(path)
+    return read_image(name, limits)
+
+
+def _listed(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+        yield from _lines(lines)
+
+
+def _lines(lines: TextIO) -> Iterator[str]:
+    return filter(None, (line.rstrip("\r\n") for line in lines))
+
+
+def _members(archive: str, limits: Limits) -> Iterator[ImageRef]:
+    for name in list_images(_archive(archive, limits)).images:
+        yield ImageRef(name, f"{archive}/{name}", _read_member, (archive, name, limits))
+
+
+@lru_cache(maxsize=4)
+def _archive(path: str, limits: Limits) -> Files:
+    """An archive, opened once in each process that reads from it."""
+    opened = open_files(path, limits)
+    assert opened is not None
+    return opened
+
+
+def _read_member(archive: str, name: str, limits: Limits) -> Image.Image:
+    return decode(_archive(archive, limits).read(name), f"{archive}/{name}", limits)
+
+
+# --- Tar shards ----------------------------------------------------------------------------------
+
+
+def _tar_part(path: Path, limits: Limits) -> Part:
+    def images() -> list[ImageRef]:
+        return [_tar_ref(path, limits, found) for found in shard_images(path, limits)]
+
+    return Part(_sized(path), images)
+
+
+def _sized(path: Path) -> str:
+    return _digest([str(path), str(path.stat().st_size)])
+
+
+def _tar_ref(path: Path, limits: Limits, found: Any) -> ImageRef:
+    if isinstance(found, ValueError):
+        return ImageRef(str(path), str(path), error=str(found))
+    where = f"{path}/{found.name}"
+    return ImageRef(found.key, where, _read_extent, (str(path), *found.extent, where, limits))
+
+
+def _read_extent(
+    shard: str, offset: int, size: int, name: str, limits: Limits
+) -> Image.Image | np.ndarray:
+    with open(shard, "rb", buffering=0) as file:  # noqa: PTH123 - one for each image
+        file.seek(offset)
+        data = file.read(size)
+    is_array = name.endswith(tuple(ARRAYS))
+    return decode_array(data, name, limits) if is_array else decode(data, name, limits)
+
+
+# --- Parquet -------------------------------------------------------------------------------------
+
+
+def _parquet_part(path: Path, limits: Limits) -> Part:
+    file = _parquet(str(path))
+    column = _image_column(path, file.schema_arrow)
+
+    def images() -> list[ImageRef]:
+        key = next((name for name in _IDS if name in file.schema_arrow.names), None)
+        found: list[ImageRef] = []
+        for group in range(file.num_row_groups):
+            number = file.metadata.row_group(group).num_rows
+            keys = [] if key is None else file.read_row_group(group, [key])[key].to_pylist()
+            for row in range(number):
+                where = f"{path}[{len(found)}]"
+                place = str(path), column, group, row, limits
+                found.append(ImageRef(str(keys[row]) if keys else where, where, _read_row, place))
+        return found
+
+    return Part(_sized(path), images)
+
+
+@lru_cache(maxsize=8)
+def _parquet(path: str) -> Any:
+    pyarrow = require("pyarrow", extra="scale")
+    try:
+        return require("pyarrow.parquet", extra="scale").ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is no readable Parquet file; copy it again") from error
+
+
+def _image_column(path: Path, schema: Any) -> str:
+    """The first column of bytes, or of bytes and a path, as `datasets` writes images."""
+    types = require("pyarrow", extra="scale").types
+    for field in schema:
+        inner = field.type.field("bytes").type if _has_bytes(types, field.type) else field.type
+        if types.is_binary(inner) or types.is_large_binary(inner):
+            return field.name
+    raise ValueError(f"{path} has no column of image bytes among {', '.join(schema.names)}")
+
+
+def _has_bytes(types: Any, kind: Any) -> bool:
+    return types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+
+
+@lru_cache(maxsize=1)
+def _row_group(path: str, column: str, group: int) -> Any:
+    return _parquet(path).read_row_group(group, [column])[column]
+
+
+def _read_row(path: str, column: str, group: int, row: int, limits: Limits) -> Image.Image:
+    stored = _row_group(path, column, group)[row].as_py()
+    data, name = stored["bytes"] if isinstance(stored, dict) else stored, f"row {row} of {path}"
+    if data is None:
+        raise ValueError(f"{name} has no bytes")
+    limits.check("most_bytes", len(data), f"{name} has {len(data)} bytes")
+    return decode(data, name, limits)
+
+
+_SHARDS: dict[str, Callable[[Path, Limits], Part]] = {
+    ".tar": _tar_part,
+    ".parquet": _parquet_part,
+}
+
+
+# --- Data sets by index --------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=2)
+def _images_of(source: str, split: str, words: str) -> ImageFiles:
+    """A data set, opened once in each process that reads from it."""
+    if source.startswith("hf:"):
+        return open_hugging_face(source, split, split_limits(source + words).limits).files
+    return open_dataset(source, split=split).files
+
+
+def _indexed(source: str, split: str, words: str) -> Iterator[ImageRef]:
+    for index in range(len(_images_of(source, split, words))):
+        where = f"{source}/{split}[{index}]"
+        yield ImageRef(where, where, _read_index, (source, split, words, index))
+
+
+def _read_index(source: str, split: str, words: str, index: int) -> Image.Image:
+    return _images_of(source, split, words).read(index)

@@ -1,0 +1,148 @@
+"""Answers as Parquet files, one for each part of the images, each written whole or not at all.
+
+A file says what it was made of and by which network, so that a run can go on after it was stopped,
+and never with another network or other images.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ltm.data.sources import Part
+from ltm.extras import require
+from ltm.files import write_bytes
+
+FOLDER = "parquet"
+"""Of its own: what reads a folder of Parquet files takes every file in it for one."""
+PATTERN = "part-*.parquet"
+_ABOUT, _KEY = b"ltm.run", b"ltm.part"
+
+
+class Tables:
+    """The Parquet files of a folder.
+
+    Rows may come in any order, and more than once; a file is written when its part is complete.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        require("pyarrow", extra="scale")
+        self.folder = folder / FOLDER
+        self._about = json.dumps(about, sort_keys=True)
+        self._keys: dict[int, str] = {}
+        self._waiting: dict[int, _Rows] = {}
+        self.rows = self.unreadable = self.files = 0
+
+    def path(self, number: int) -> Path:
+        """The file of a part."""
+        return self.folder / f"part-{number:05d}.parquet"
+
+    def has(self, number: int, part: Part) -> bool:
+        """Whether a part is done; that of another run is an error."""
+        self._keys[number] = part.key
+        path = self.path(number)
+        if not path.is_file():
+            return False
+        metadata = require("pyarrow.parquet", extra="scale").read_schema(path).metadata or {}
+        about = metadata.get(_ABOUT, b"{}").decode()
+        if about != self._about:
+            raise ValueError(
+                f"{path} was written by another run ({_difference(about, self._about)}): choose "
+                "another folder, or use --overwrite"
+            )
+        if metadata.get(_KEY, b"").decode() != part.key:
+            raise ValueError(
+                f"{path} is about other images: the inputs have changed; choose another folder, or "
+                "use --overwrite"
+            )
+        return True
+
+    def add(self, batch: Mapping[str, Any]) -> int:
+        """Take rows, which say their part and their place in it; how many of them are new."""
+        columns = {name: _as_array(values) for name, values in batch.items()}
+        new = 0
+        for number in np.unique(columns["part"]).tolist():
+            of_part = columns["part"] == number
+            rows = int(columns["part_rows"][of_part][0])
+            waiting = self._waiting.setdefault(number, _Rows(rows))
+            new += waiting.add({name: values[of_part] for name, values in columns.items()})
+            if waiting.missing == 0:
+                del self._waiting[number]
+                self._write(number, waiting.columns())
+        return new
+
+    def _write(self, number: int, columns: dict[str, np.ndarray]) -> None:
+        pyarrow = require("pyarrow", extra="scale")
+        unreadable = np.array([error is not None for error in columns["error"]])
+        about = {_ABOUT: self._about.encode(), _KEY: self._keys.get(number, "").encode()}
+        filled = {n: _column(n, values, unreadable) for n, values in columns.items()}
+        table = pyarrow.table(filled).replace_schema_metadata(about)
+        buffer = pyarrow.BufferOutputStream()
+        require("pyarrow.parquet", extra="scale").write_table(table, buffer)
+        write_bytes(self.path(number), buffer.getvalue().to_pybytes())
+        self.files += 1
+        self.rows += len(unreadable)
+        self.unreadable += int(unreadable.sum())
+
+
+class _Rows:
+    """Rows of a part, until all are there."""
+
+    def __init__(self, rows: int) -> None:
+        self.missing = rows
+        self._seen = np.zeros(rows, dtype=bool)
+        self._batches: list[dict[str, np.ndarray]] = []
+
+    def add(self, batch: dict[str, np.ndarray]) -> int:
+        new = ~self._seen[batch["place"]]
+        self._seen[batch["place"]] = True
+        self._batches.append({name: values[new] for name, values in batch.items()})
+        self.missing -= int(new.sum())
+        return int(new.sum())
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """What goes into the file, in order."""
+        joint = {n: np.concatenate([b[n] for b in self._batches]) for n in self._batches[0]}
+        order = np.argsort(joint["place"])
+        return {name: values[order] for name, values in joint.items() if name not in _HIDDEN}
+
+
+def _as_array(values: Any) -> np.ndarray:
+    """Texts as objects: numpy would make all of them as long as the longest."""
+    if isinstance(values, np.ndarray):
+        return values
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
+
+
+_HIDDEN = ("part", "place", "part_rows")
+
+
+def _column(name: str, values: np.ndarray, unreadable: np.ndarray) -> Any:
+    """A column of text, or of lists of a fixed size; there is none for an unreadable image."""
+    pyarrow = require("pyarrow", extra="scale")
+    if values.ndim == 1:
+        return pyarrow.array([None if v is None else str(v) for v in values], pyarrow.string())
+    flat = pyarrow.array(values.reshape(-1), _KINDS[name](pyarrow))
+    mask = pyarrow.array(unreadable)
+    return pyarrow.FixedSizeListArray.from_arrays(flat, values.shape[1], mask=mask)
+
+
+_KINDS: dict[str, Any] = {
+    "embedding": lambda pyarrow: pyarrow.float16(),
+    "classes": lambda pyarrow: pyarrow.string(),
+    "indices": lambda pyarrow: pyarrow.int32(),
+    "logits": lambda pyarrow: pyarrow.float32(),
+    "probabilities": lambda pyarrow: pyarrow.float32(),
+}
+
+
+def _difference(before: str, now: str) -> str:
+    old, new = json.loads(before), json.loads(now)
+    names = [name for name in new if old.get(name) != new[name]]
+    return f"its {', '.join(names) or 'settings'} differ"
