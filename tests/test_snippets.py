@@ -37,6 +37,8 @@ SKIPPED = {
     ("docs/export.md", 0): "takes long; examples/onnx_file.py and tests/deployment export",
     ("docs/export.md", 1): "reads the file of the block before",
     ("docs/export.md", 2): "reads a saved folder; tests/api/test_folders.py does",
+    ("docs/scale.md", 0): "reads a thousand shards; tests/deployment embeds small ones",
+    ("docs/scale.md", 1): "speaks to Ray, datasets, Dask and Spark",
     ("docs/serve.md", 0): "serves until Ctrl-C; tests/web serves and asks",
     ("docs/serve.md", 1): "asks a server that runs",
     ("docs/training.md", 0): "trains on ImageNet, four devices; tests/training has small ones",
