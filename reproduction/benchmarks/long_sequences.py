@@ -73,7 +73,10 @@ def _made(case: Case) -> Any:
             settings: dict[str, Any] = {"image_size": case.size, "num_labels": 1000}
             config = transformers.ViTConfig(**settings)
             return transformers.ViTForImageClassification(config).eval()
-        return timm.create_model(case.model, img_size=case.size).eval()
+        # Made for one size DINOv3 keeps its angles; else they come from the processor every time,
+        # which no graph can record.
+        fixed: dict[str, Any] = {"dynamic_img_size": False} if "dinov3" in case.model else {}
+        return timm.create_model(case.model, img_size=case.size, **fixed).eval()
 
 
 def _networks(case: Case, ratios: list[float], methods: list[str]) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def main() -> None:
         began = time.monotonic()
         try:
             rows.append(_measure(cases[number], args))
-        except (RuntimeError, ImportError) as error:
+        except (RuntimeError, ValueError, ImportError) as error:
             print(f"{cases[number]}: {error}", flush=True)
             continue
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}

@@ -376,6 +376,10 @@ def _aliases() -> dict[str, tuple[str, str]]:
 # --- Networks ------------------------------------------------------------------------------------
 
 
+_TRANSFORMERS = "hf:"
+"""How the name of a network of Hugging Face transformers begins."""
+
+
 class SizeError(ValueError):
     """A network that does not run on images of the size asked for."""
 
@@ -385,7 +389,8 @@ class ModelSource:
     """Which network, and whose weights."""
 
     model: str | None = None
-    """timm's name of the network."""
+    """timm's name of the network; hf:NAME is one of Hugging Face transformers with its weights, of
+    the hub or in a folder."""
     pretrained: bool = False
     """Use timm's pretrained weights."""
     weights: Path | None = None
@@ -423,6 +428,8 @@ class ModelSource:
             return _load_run(self.run, self._host(), verify=self.verify)
         if self.model is None:
             raise ValueError("model: give a timm name with --model, or a saved run with --run")
+        if self.model.startswith(_TRANSFORMERS):
+            return self._of_transformers(self.model.removeprefix(_TRANSFORMERS), merges=merges)
         arguments = self.arguments()
         _check_host(self.model, arguments, self.image_size, merges=merges)
         if self.weights is not None:
@@ -455,6 +462,8 @@ class ModelSource:
         """Whose weights these are."""
         if self.run is not None:
             return f"the saved network {self.run.name}"
+        if self.model is not None and self.model.startswith(_TRANSFORMERS):
+            return "its own"
         return "timm's own" if self.pretrained else str(self.weights and self.weights.name)
 
     def _host(self) -> nn.Module | None:
@@ -466,6 +475,17 @@ class ModelSource:
         host = create_model(self.model, self.arguments())
         _resize_(host, self.image_size)
         return host
+
+    def _of_transformers(self, name: str, *, merges: bool) -> nn.Module:
+        from ltm.adapters.base import select_adapter
+        from ltm.api.pretrained import open_pretrained
+
+        fixed = ("weights", "num_classes", "image_size", "model_args")
+        refuse_given({name: getattr(self, name) for name in fixed}, "a network of transformers")
+        built = open_pretrained(name)
+        if merges:
+            select_adapter(built)
+        return built
 
     def _with_weights(self, name: str, path: Path, say: Say) -> nn.Module:
         from timm.models import get_pretrained_cfg
@@ -569,6 +589,11 @@ def create_model(
 
     from ltm.api.saving import remember_arguments
 
+    if name.startswith(_TRANSFORMERS):
+        raise ValueError(
+            f"model is {name}: only timm's networks are made anew here; networks of transformers "
+            "come with their weights, for the verbs that train nothing"
+        )
     check_name(name)
     try:
         model = timm.create_model(name, pretrained=pretrained, **(arguments or {}))
@@ -604,10 +629,13 @@ def check_name(name: str) -> None:
 
 def _load_run(run: Path, host: nn.Module | None, *, verify: bool) -> nn.Module:
     from ltm.api import load
+    from ltm.api.pretrained import give_scores_
 
     if not run.is_dir():
         raise FileNotFoundError(f"run is {run}: there is no such folder")
-    return load(run, host, verify=verify)
+    model = load(run, host, verify=verify)
+    give_scores_(model)
+    return model
 
 
 def _resize_(model: nn.Module, image_size: int | None) -> None:

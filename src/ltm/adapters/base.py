@@ -139,6 +139,9 @@ class Adapter(ABC):
         """What `config.json` says of such a network; None where timm makes it by its name."""
         return None
 
+    def give_scores_(self, model: nn.Module) -> None:  # noqa: B027 - timm's networks do
+        """Let a classifier of another package take images and give scores, as timm's do."""
+
     def host_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Arguments with which timm makes the network again, besides those of all networks."""
         return {}

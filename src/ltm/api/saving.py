@@ -359,7 +359,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if "token_merging" not in config:
         raise ValueError(
             f"{folder / CONFIG}: no entry token_merging, so its network does not merge; take it by "
-            f"its name and the weights in {WEIGHTS}."
+            f"its name and the weights in {WEIGHTS}, or as hf:FOLDER if transformers wrote it."
         )
     if "architecture" not in config and not is_pretrained(config):
         raise ValueError(f"{folder / CONFIG}: it lacks architecture.")

@@ -41,30 +41,67 @@ _BIASED = ("sdpa", "eager")
 
 
 class Swapped(nn.Module):
-    """The first base of a class that was made for a host's; see `swapped`."""
+    """A first base of a class that was made for a host's; see `swapped`."""
 
-    swapped: ClassVar[tuple[type[Swapped], type[nn.Module]]]
-    """What the class was made of."""
+    swapped: ClassVar[tuple[type[nn.Module], ...]]
+    """What the class was made of, the host's last."""
+    stays: ClassVar[bool] = False
+    """Whether it outlives the conversion."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _revived, type(self).swapped, self.__dict__
 
 
 @functools.cache
-def swapped(own: type[Swapped], host: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of both that bears the host's name."""
-    names = {"__module__": host.__module__, "__qualname__": host.__qualname__}
-    return type(host.__name__, (own, host), {**names, "swapped": (own, host)})
+def swapped(own: type[nn.Module], *others: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of all that bears the name of the last, the host's."""
+    if not others:
+        return own
+    below = swapped(*others)
+    kinds = (own, *(below.swapped if issubclass(below, Swapped) else (below,)))
+    names = {"__module__": below.__module__, "__qualname__": below.__qualname__}
+    return type(below.__name__, (own, below), {**names, "swapped": kinds})
 
 
-def _revived(own: type[Swapped], host: type[nn.Module]) -> nn.Module:
-    kind = swapped(own, host)
+def _revived(*kinds: type[nn.Module]) -> nn.Module:
+    kind = swapped(*kinds)
     return kind.__new__(kind)
 
 
 def host_of(module: nn.Module) -> type[nn.Module]:
     """The class that a module has in transformers."""
-    return module.swapped[1] if isinstance(module, Swapped) else type(module)
+    return module.swapped[-1] if isinstance(module, Swapped) else type(module)
+
+
+def _before(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before the conversion."""
+    if not isinstance(module, Swapped):
+        return type(module)
+    *own, host = module.swapped
+    return swapped(*(kind for kind in own if cast("type[Swapped]", kind).stays), host)
+
+
+def become_too_(module: nn.Module, own: type[Swapped]) -> None:
+    """Swap the class of a module for a subclass of it and of `own`; what stays is outermost."""
+    kinds: tuple[Any, ...] = getattr(type(module), "swapped", (type(module),))
+    outer = [kind for kind in (own, *kinds[:-1]) if kind.stays]
+    inner = [kind for kind in (own, *kinds[:-1]) if not kind.stays]
+    become_(module, swapped(*outer, *inner, kinds[-1]))
+
+
+class Classifier(Swapped):
+    """A classifier that takes images and gives scores, as timm's do: what verbs work with."""
+
+    stays: ClassVar[bool] = True
+    pretrained_cfg: dict[str, Any]
+    """How images are prepared, in timm's words."""
+
+    @property
+    def num_classes(self) -> int:
+        return cast("Any", self).num_labels
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).logits
 
 
 # --- The parts of a converted tower --------------------------------------------------------------
@@ -280,7 +317,15 @@ class TowerAdapter(Adapter):
         top = next(_pretrained(*model.modules()))
         if top is not model:
             raise ValueError(f"model: save its part that is a {host_of(top).__name__}.")
-        return {**top.config.to_dict(), "architectures": [host_of(top).__name__]}
+        entries = {**top.config.to_dict(), "architectures": [host_of(top).__name__]}
+        known = getattr(top, "pretrained_cfg", None)
+        return entries if known is None else {**entries, "pretrained_cfg": known}
+
+    def give_scores_(self, model: nn.Module) -> None:
+        """A classifier gives scores alone; what has no classes stays as it is."""
+        has_classes = hasattr(model, "classifier") or hasattr(model, "cls_classifier")
+        if has_classes and not isinstance(model, Classifier):
+            become_too_(model, Classifier)
 
     def refusal(self, model: nn.Module) -> str | None:
         towers = [name for name, m in model.named_modules() if isinstance(m, self.hosts)]
@@ -331,17 +376,17 @@ class TowerAdapter(Adapter):
             convert_block_(layer, config, slot, kind, *self.projections(layer))
             layer.num_prefix = num_prefix(tower)
         tower.embeddings.opened, tower.embeddings.patch = state, _patch(tower)
-        become_(tower.embeddings, swapped(MergingEmbeddings, type(tower.embeddings)))
+        become_too_(tower.embeddings, MergingEmbeddings)
         if hasattr(tower, "head"):
             tower.head.attention.sized = slots[-1]
-            become_(tower.head.attention, swapped(SizedAttention, type(tower.head.attention)))
+            become_too_(tower.head.attention, SizedAttention)
         top = next(_pretrained(*model.modules()))
-        if type(top) in self.mean_pooled:
+        if host_of(top) in self.mean_pooled:
             top.pooled, top.num_prefix = slots[-1], num_prefix(tower)
             top.reads_class_token = self.reads_class_token
-            become_(top, swapped(MeanPooled, type(top)))
+            become_too_(top, MeanPooled)
         else:
-            become_(top, swapped(MergingModel, type(top)))
+            become_too_(top, MergingModel)
 
     def revert_(self, model: nn.Module) -> None:
         for layer in self.units(model):
@@ -351,7 +396,7 @@ class TowerAdapter(Adapter):
             for name in ("opened", "patch", "sized", "pooled", "num_prefix", "reads_class_token"):
                 if isinstance(module, Swapped):
                     vars(module).pop(name, None)
-            become_(module, host_of(module))
+            become_(module, _before(module))
 
 
 def _patch(tower: Any) -> tuple[int, int]:
