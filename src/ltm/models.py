@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import json
 import math
 import pickle
 import re
@@ -845,6 +846,23 @@ def num_classes_of(model: nn.Module) -> int:
     if number == 0:
         raise ValueError("model: it has no classes to evaluate; take one with a head")
     return number
+
+
+def read_class_names(path: Path) -> tuple[str, ...]:
+    """Names from a text file, one a line, or from the `label_names` of a config.json."""
+    if not path.is_file():
+        raise FileNotFoundError(f"class names are to come from {path}: there is no such file")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix.lower() != ".json":
+        return tuple(line.strip() for line in text.splitlines() if line.strip())
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+    names = found.get("label_names") if isinstance(found, dict) else found
+    if not isinstance(names, list):
+        raise ValueError(f"{path} holds no class names: a list, or an entry label_names, is needed")
+    return tuple(str(name) for name in names)
 
 
 def check_classes(model: nn.Module, class_names: Sequence[str], source: str) -> None:

@@ -17,7 +17,7 @@ from ltm.data.config import DataConfig
 from ltm.data.transforms import ImageSpec
 from ltm.deployment.settings import InputSettings
 from ltm.evaluation.images import expected_images
-from ltm.models import name_of, saved_config
+from ltm.models import name_of, read_class_names, saved_config
 
 _PREFIX = "ltm."
 
@@ -119,23 +119,6 @@ def _check_class_names(names: Sequence[str] | None, number: int) -> None:
     """Refuse names that are not as many as the classes."""
     if names is not None and len(names) != number:
         raise ValueError(f"class_names: got {len(names)} for a model of {number} classes.")
-
-
-def read_class_names(path: Path) -> tuple[str, ...]:
-    """Names from a text file, one a line, or from the `label_names` of a config.json."""
-    if not path.is_file():
-        raise FileNotFoundError(f"class names are to come from {path}: there is no such file")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix.lower() != ".json":
-        return tuple(line.strip() for line in text.splitlines() if line.strip())
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error})") from error
-    names = found.get("label_names") if isinstance(found, dict) else found
-    if not isinstance(names, list):
-        raise ValueError(f"{path} holds no class names: a list, or an entry label_names, is needed")
-    return tuple(str(name) for name in names)
 
 
 def saved_class_names(run: Path) -> tuple[str, ...] | None:

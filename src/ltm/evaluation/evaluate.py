@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from ltm.api import (
     statistical_mergers,
     unmerged_copy,
 )
+from ltm.api.saving import telling_names
+from ltm.api.zero_shot import open_zero_shot
 from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.bottleneck import overall
 from ltm.evaluation.images import load_batches, open_images, sample_images
@@ -34,8 +36,10 @@ from ltm.models import (
     method_config,
     name_of,
     open_model,
+    read_class_names,
     refuse_given,
     silent,
+    source_of,
     split_methods,
 )
 from ltm.processes import joined, local_device
@@ -105,7 +109,10 @@ def evaluate(
     if settings.statistics is not None:
         others = open_images(settings.statistics, settings.split)
     merges = bool(settings.methods) or settings.bottleneck
-    network = open_model(model, where, merges=merges, say=say)
+    if settings.zero_shot:
+        network = _zero_shot(model, dataset.class_names, settings).to(where)
+    else:
+        network = open_model(model, where, merges=merges, say=say)
     models = _networks(network, settings)
     with joined(where) as process:
         placed: dict[str, Any] = {"batch_size": settings.batch_size, "workers": settings.workers}
@@ -145,6 +152,19 @@ def evaluate(
             },
         },
     )
+
+
+def _zero_shot(model: Network, found: Sequence[str], settings: EvaluateSettings) -> nn.Module:
+    """A classifier of the data's classes, or of those in a file."""
+    source = source_of(model)
+    if source is None or source.model is None:
+        raise ValueError("zero_shot: give the model by its name, hf:NAME or open_clip:NAME:TAG")
+    names = found if settings.class_names is None else read_class_names(settings.class_names)
+    if telling_names(names) is None:
+        raise ValueError(
+            "zero_shot: the data's classes are numbers; give --class-names FILE, a name a line"
+        )
+    return open_zero_shot(source.model, names, settings.templates)
 
 
 def _networks(model: nn.Module, settings: EvaluateSettings) -> dict[str, nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ltm.core.validation import require_least
@@ -30,6 +31,13 @@ class EvaluateSettings:
     """Measure the information bottleneck."""
     beta: float = 10.0
     """Sharpness of the soft class membership."""
+    zero_shot: bool = False
+    """Score images against prompts of the classes: for hf:NAME of a CLIP or SigLIP, and for
+    open_clip:NAME:TAG."""
+    class_names: Path | None = None
+    """File of class names for the prompts, one a line; by default the data's own."""
+    templates: tuple[str, ...] = ("a photo of a {}.",)
+    """Prompts, with {} in the place of the class name; a class is the mean of its prompts."""
     batch_size: int = 64
     """Images per batch and process."""
     workers: int = 2
