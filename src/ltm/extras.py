@@ -18,7 +18,6 @@ _EXTRA_OF = {
     "lightning": "train",
     "peft": "train",
     "transformers": "transformers",
-    "open_clip": "clip",
     "tensorboard": "train",
     "onnx": "export",
     "onnxruntime": "export",
