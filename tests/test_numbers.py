@@ -22,5 +22,5 @@ def test_readme_states_no_other_number() -> None:
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)  # code
     text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)  # commands
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)  # code and addresses in a line
-    numbers = re.findall(r"(?<![\w.-])\d[\d.,]*\d?[%x]?(?!\w)", text)
+    numbers = re.findall(r"(?<![\w.-])\d(?:[\d.,]*\d)?[%x]?(?!\w)", text)
     assert set(numbers) - NOT_MEASURED == set()
