@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,7 +14,7 @@ import torch
 from hypothesis import settings
 from jaxtyping import config as jaxtyping_config, install_import_hook
 
-from toys import TOYS
+from toys import GRIDS, TOYS
 
 # Before anything of ours is imported: from here on, annotated shapes are assertions. Not in the
 # kernels, whose source Triton compiles itself.
@@ -47,11 +48,26 @@ OUTER = (
 )
 
 
+MODELS = ("vit", "eva", "relative", *GRIDS)
+"""Toys that meet every method. The others are their relatives, and meet LTM and one other."""
+
+
+def is_repetition(name: object, method: object) -> bool:
+    """Whether a pair of a toy and a method, or its settings, repeats what other pairs show."""
+    peers, relatives = ["ltmp", "tofu", "tome"], [toy for toy in TOYS if toy not in MODELS]
+    method = getattr(method, "name", method)
+    if name not in relatives or method not in peers:
+        return False
+    return method != peers[relatives.index(name) % len(peers)]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The quick tier sees the inner rooms, one network of each table, and no real weights."""
     grids = ("swin", "mobilevit", "efficientvit")
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
+        if is_repetition(given.get("name"), given.get("method") or given.get("config")):
+            item.add_marker(pytest.mark.exhaustive)
         name = given.get("name")
         another = isinstance(name, str) and name in TOYS and name != "vit"
         another |= any(
@@ -63,6 +79,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported by now stays: the collector need not look at it again."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_counts() -> Iterator[None]:
     """Multiply-adds of equal networks are counted once."""
@@ -70,6 +91,25 @@ def shared_counts() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         share_counts_(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_call_a_turn() -> Iterator[None]:
+    """Networks are timed once a round, however short that is."""
+    from ltm.evaluation import latency
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "interleaved", partial(latency.interleaved, least_seconds=0))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_onnx(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Three quarters of an ONNX export go into onnxscript's rewriting: only deployment waits."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name != "deployment":
+            patch.setattr(torch.onnx.ONNXProgram, "optimize", lambda _: None)
         yield
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import ltm
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
-NUM_IMAGES = 300
+NUM_IMAGES = 150
 
 
 @pytest.fixture(scope="module")

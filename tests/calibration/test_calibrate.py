@@ -20,7 +20,7 @@ from toys import pictures, size_of, toy
 pytestmark = pytest.mark.slow
 
 USUAL = ltm.LTM.choices[0]
-QUICK = CalibrateSettings(trials=60, sites=3)
+QUICK = CalibrateSettings(trials=40, sites=3)
 
 
 def sharpened(name: str) -> nn.Module:
@@ -260,7 +260,8 @@ def test_the_default_schedule_is_the_result_where_it_is_better(vit, images):
     merging = copy.deepcopy(vit)
     ltm.merge_tokens_(merging, ltm.ToMe(ratio=0.75))
     assert divergence(vit, merging, images) == pytest.approx(result.divergence, rel=1e-3)
-    asked = calibrate(vit, images, budget=0.75, config=config, settings=QUICK)
+    three = CalibrateSettings(trials=6, sites=3)
+    asked = calibrate(vit, images, budget=0.75, config=config, settings=three)
     assert len(asked.config.sites) <= 3, "unless fewer sites were asked for"
 
 

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.slow
 
 SMALL = ["--model-args", "depth=3", "embed_dim=24", "num_heads=2", "num_classes=4"]
 QUICK = ["--models", "test_vit", "--image-size", "96", "--rounds", "2", "--warmup", "1", *SMALL]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call a turn, however short."""
-    monkeypatch.setattr(latency, "interleaved", partial(latency.interleaved, least_seconds=0))
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Two runs into one folder: the second is refused, and names the first."""
 
 import json
-from functools import partial
 from pathlib import Path
 from pydoc import locate
 from threading import Event, Thread
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 import ltm
 from ltm.api import report
 from ltm.cli import main
-from ltm.evaluation import benchmark, latency
+from ltm.evaluation import benchmark
 from ltm.training.trainer import Trainer
 
 SMALL = {"depth": 3, "embed_dim": 24, "num_heads": 2}
@@ -143,7 +142,6 @@ def test_overlapping_resumes_measure_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 0.1.0 the second run measures what the first one is measuring: rows come twice."""
-    monkeypatch.setattr(latency, "interleaved", partial(latency.interleaved, least_seconds=0))
     small = ["--model-args", "depth=2", "embed_dim=24", "num_heads=2", "num_classes=4"]
     call = ["benchmark", "--models", "test_vit", "--image-size", "48", "--rounds", "2", *small]
     call += ["--warmup", "1", "--methods", "tome", "--batch-sizes", "1,2", "--modes", "eager"]

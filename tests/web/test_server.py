@@ -78,12 +78,12 @@ def test_requests_in_a_row_and_at_once_leave_memory_flat(
     served: Served, client: Any, picture: Path
 ) -> None:
     def at_once() -> None:
-        with ThreadPoolExecutor(8) as pool:
-            assert len(list(pool.map(lambda _: look(client, picture), range(8)))) == 8
+        with ThreadPoolExecutor(4) as pool:
+            assert len(list(pool.map(lambda _: look(client, picture), range(4)))) == 4
 
     at_once()
     before = served.resident_bytes
-    for _ in range(6):
+    for _ in range(3):
         look(client, picture)
     at_once()
     assert served.resident_bytes - before < 24 * 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -32,12 +33,17 @@ class Within:
 
 def settle(settings: Any) -> None:
     """Check the values of a frozen dataclass by their fields' types, and make them plain."""
-    types = get_type_hints(cast("type[Any]", type(settings)), include_extras=True)
+    types = _types_of(type(settings))
     for field in dataclasses.fields(settings):
         value, wanted = getattr(settings, field.name), types[field.name]
         if not _suits(value, wanted):
             raise ValueError(f"{field.name}: got {value!r}; it must be {_said(wanted)}.")
         object.__setattr__(settings, field.name, plain(value))
+
+
+@functools.cache
+def _types_of(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def check_entries(
