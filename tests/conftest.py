@@ -84,6 +84,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """At the end all of it goes, in good order."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_counts() -> Iterator[None]:
     """Multiply-adds of equal networks are counted once."""

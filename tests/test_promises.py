@@ -6,12 +6,20 @@
 import contextlib
 import errno
 import gc
+import io
 import json
 import os
+import resource
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import tarfile
+import time
 import warnings
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
@@ -26,6 +34,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import ltm
+from ltm.api import mergers
 from ltm.cli import main
 from ltm.training.checkpoint import Checkpoints
 
@@ -210,7 +219,135 @@ def test_settings_are_bounded() -> None:
             ltm.LTM(size_power=1e5, attended=100)
 
 
+# --- 3. Several processes -------------------------------------------------------------------------
+
+PLAIN = [
+    "--method",
+    "tome",
+    "--warm-epochs",
+    "0",
+    "--lr",
+    "1e-9",
+    "--keep-every",
+    "1",
+    "--batch-size",
+]
+"""Weights that hardly move: what is measured of them differs by what is measured alone."""
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    found = Checkpoints(folder / "checkpoints").latest()
+    assert found is not None
+    return found.history
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes with batches of six, started as torchrun does."""
+    output = tmp_path_factory.mktemp("together") / "out"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}
+    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    call = [sys.executable, "-m", "ltm", *TRAIN, "3", *PLAIN, "6", "--output", str(output)]
+    started = [
+        subprocess.Popen(call, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    return output
+
+
+@pytest.mark.slow
+def test_two_processes_measure_the_bottleneck_of_all_images(together: Path, tmp_path: Path) -> None:
+    """0.1.0 measures those of the first process."""
+    assert main([*TRAIN, "3", *PLAIN, "12", "--output", str(tmp_path)]) == 0
+    for two, one in zip(history(together), history(tmp_path), strict=True):
+        assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-4)
+        assert two["ib_loss"] == pytest.approx(one["ib_loss"], abs=1e-3)
+        assert two["ib_bound"] == pytest.approx(one["ib_bound"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_fewer_processes_go_on_with_the_schedule(together: Path, tmp_path: Path) -> None:
+    """0.1.0 goes on at the number of updates, which half as many processes take twice as often."""
+    shutil.copytree(together, tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "epoch-0003")
+    (tmp_path / "resumed" / "metrics.json").unlink()
+    call = [*TRAIN, "3", *PLAIN, "6", "--output"]
+    assert main([*call, str(tmp_path / "resumed"), "--resume", "auto"]) == 0
+    assert main([*call, str(tmp_path / "whole")]) == 0
+    resumed, whole = history(tmp_path / "resumed"), history(tmp_path / "whole")
+    assert resumed[-1]["lr"] == pytest.approx(whole[-1]["lr"], rel=1e-3)
+
+
 # --- 4. Limits ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """What takes a gigabyte more than there is in use ends in MemoryError."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    used = int(status.split("VmData:")[1].split()[0]) * 1024
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _shard(path: Path, label: bytes, num_bytes: int = 0) -> Path:
+    """A tar with one picture and its label; where `num_bytes` are claimed, they are a hole."""
+    buffer = io.BytesIO()
+    Image.new("L", (4, 4)).save(buffer, "PNG")
+    with tarfile.open(path, "w") as tar:
+        for name, content in (("a.cls", label), ("a.png", buffer.getvalue())):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    if num_bytes:
+        with path.open("r+b") as file:
+            file.seek(1024)
+            member.size = num_bytes
+            file.write(member.tobuf())
+        os.truncate(path, num_bytes + 4096)
+    return path
+
+
+def _bomb(path: Path) -> Path:
+    packed = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
+    with packed as archive, archive.open("0002/0.png", "w") as file:
+        for _ in range(1500):
+            file.write(bytes(2**20))
+    return path
+
+
+def _vast(path: Path) -> Path:
+    (path / "0002").mkdir(parents=True)
+    Image.new("1", (13_000, 13_000)).save(path / "0002" / "0.png")
+    return path
+
+
+LARGE: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "label": (lambda to: _shard(to / "x.tar", b"100000000"), "names class 100000000, but most_cl"),
+    "tar": (lambda to: _shard(to / "x.tar", b"0", 100 * 10**9), "has 100000000000 bytes, but most"),
+    "zip": (lambda to: _bomb(to / "x.zip"), "would inflate to 1572864000, "),
+    "png": (lambda to: _vast(to / "x"), "has 169000000 pixels, but most_pixels is "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_memory", "patience")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory is in use")
+@pytest.mark.parametrize("name", LARGE)
+def test_small_files_that_claim_to_be_large_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.1.0 reads them: MemoryError, or in the end exit 0."""
+    make, said = LARGE[name]
+    call = [*on("evaluate", tmp_path), "--data", str(make(tmp_path)), "--workers", "0"]
+    assert main([*call, "--methods", "tome", "--output", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -324,7 +461,79 @@ def test_ctrl_c_is_not_swallowed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "metrics.json").exists()
 
 
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_serve_without_a_traceback(tmp_path: Path) -> None:
+    """0.1.0 exits with 0, or aborts."""
+    pytest.importorskip("gradio", reason="the extra ltm[web] is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    log = tmp_path / "log.txt"
+    with log.open("wb") as stream:
+        call = [sys.executable, "-m", "ltm", "serve", "--port", port]
+        process = subprocess.Popen(call, stderr=stream)
+    try:
+        end = time.monotonic() + 120
+        while "Serving on" not in log.read_text(encoding="utf-8"):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+    finally:
+        process.kill()
+    assert "Traceback" not in log.read_text(encoding="utf-8")
+
+
 # --- 8. Others ------------------------------------------------------------------------------------
+
+
+def test_a_token_that_is_not_a_number_does_not_spoil_the_matching() -> None:
+    """0.1.0 merges all tokens that leave such an image into its first one."""
+    model, seen = network(), []
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.7), 32)
+    _, merger = next(iter(mergers(model)))
+    with merger.register_forward_pre_hook(lambda _, given: seen.append(given)), torch.no_grad():
+        model(images(1))
+        tokens, hints = seen[0]
+        tokens = tokens.clone()
+        tokens[:, merger.site.num_prefix + 4] = torch.nan
+        (weights,) = merger(tokens, hints).merge.weights()
+    num_joined = weights.count_nonzero(dim=0)
+    assert num_joined[weights[4].argmax()] == 1
+    assert num_joined.max() < 5
+
+
+@pytest.mark.slow
+def test_predictions_of_a_detector_are_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.1.0 replaces them without a word."""
+    data = "shapes:size=64,images=4,val_images=2,classes=2"
+    train = ["detect", "train", "--recipe", "shapes_ssdlite", "--batch-size", "4", "--epochs", "1"]
+    train += ["--data", data, "--image-size", "64", "64", "--per-block", "0.5"]
+    assert main([*train, "--output", str(tmp_path / "run")]) == 0
+    call = ["detect", "predict", "--run", str(tmp_path / "run"), data]
+    call += ["--output", str(tmp_path / "out")]
+    assert main(call) == 0
+    assert main(call) == 2
+    assert "holds the results of another run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_overlapping_resumes_measure_nothing_twice(tmp_path: Path) -> None:
+    """0.1.0 measures what another run is measuring."""
+    call = ["benchmark", "--models", "vit_tiny_patch16_224", *ARGUMENTS, "--methods", "tome"]
+    call += ["--ratio", "0.9", "--batch-sizes", "1", "--rounds", "2", "--warmup", "1", "--resume"]
+    call += ["--modes", "eager", "--device", "cpu", "--output", str(tmp_path)]
+    codes: list[int] = []
+    second = Thread(target=lambda: codes.append(main(call)))
+    with at_first_forward(second.start):
+        codes.append(main(call))
+    second.join()
+    assert codes == [0, 0]
+    rows = json.loads((tmp_path / "metrics.json").read_text())["rows"]
+    assert sorted(row["method"] for row in rows) == ["base", "tome"]
 
 
 def test_there_is_a_class_name_for_every_class(tmp_path: Path) -> None:

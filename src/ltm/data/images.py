@@ -164,7 +164,7 @@ class UnreadableImages:
                     self._reported.add(index)
                     _warn(self._name(index))
 
-    def check(self, last: Exception | None = None) -> None:
+    def check(self, last: BaseException | None = None) -> None:
         """Raise `UnreadableImagesError` when more images are unreadable than allowed."""
         count = len(self)
         if count > self.limit:

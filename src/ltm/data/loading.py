@@ -64,9 +64,10 @@ class Loader:
                 if unreadable is not None:
                     unreadable.report()
                 yield self._finish(batch)
-        except UnreadableImagesError:
+        except UnreadableImagesError as error:
             if unreadable is not None:
-                unreadable.check()  # the same error, without a worker's traceback in its message
+                # The same error, without a worker's traceback in its message.
+                unreadable.check(error.__cause__)
             raise
 
 
