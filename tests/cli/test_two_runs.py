@@ -137,7 +137,7 @@ def test_in_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is in use by" in refused[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_overlapping_resumes_measure_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ class Within:
 
 def settle(settings: Any) -> None:
     """Check the values of a frozen dataclass by their fields' types, and make them plain."""
-    types = _types_of(type(settings))
+    types = _types_of(cast("type[Any]", type(settings)))
     for field in dataclasses.fields(settings):
         value, wanted = getattr(settings, field.name), types[field.name]
         if not _suits(value, wanted):
