@@ -52,12 +52,12 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("vit_large_patch16_224", 224, 256, 96),
+    Case("vit_large_patch16_224", 224, 256, 160),
     Case("vit_base_patch16_224", 224, 256, 96),
     Case("vit_large_patch14_dinov2", 518, 32, 64),
 )
 TINY = (Case("test_vit", 160, 8, 8, (1.0, 0.7)),)
-WARM_BATCHES = 8
+WARM_BATCHES = 32
 
 
 def _write_shards(folder: Path, size: int, images: int, shards: int) -> list[str]:
@@ -123,7 +123,7 @@ def _chunks(inputs: list[str], batch: int, batches: int) -> Iterator[Chunk]:
 def _embed(
     predictor: ltm.BatchPredictor, inputs: list[str], options: argparse.Namespace, *, batches: int
 ) -> float:
-    """Images a second of reading, the network and writing, from the eighth answer on.
+    """Images a second of reading, the network and writing, once the loader is under way.
 
     It writes Parquet files where pyarrow is installed.
     """
@@ -151,7 +151,7 @@ def _embed(
 def _measure(case: Case, inputs: list[str], options: argparse.Namespace) -> Iterator[dict]:
     device = torch.device(options.device)
     original: dict[str, float] = {}
-    for ratio in case.ratios:
+    for ratio in options.ratios or case.ratios:
         network = _network(case, ratio, device)
         predictor = ltm.BatchPredictor(network, device=options.device, batch_size=case.batch)
         rate = _embed(predictor, inputs, options, batches=case.batches)
@@ -225,6 +225,8 @@ def main() -> None:
     options.add_argument("--device", default="cuda")
     options.add_argument("--workers", type=int, default=12)
     options.add_argument("--jpegs", type=int, default=6000)
+    options.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))))
+    options.add_argument("--ratios", type=float, nargs="+")
     options.add_argument("--small", default="vit_tiny_patch16_224")
     options.add_argument("--tiny", action="store_true", help="see that it runs, on a processor")
     options.add_argument("--seconds", type=float, default=150, help="begin nothing after that")
@@ -235,7 +237,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "jpegs").mkdir()
-        for case in TINY if args.tiny else CASES:
+        for case in TINY if args.tiny else [CASES[number] for number in args.cases]:
             inputs = _write_shards(folder, case.size, case.batch * min(case.batches, 24), 4)
             for row in _measure(case, inputs, args):
                 rows.append({**row, "seconds": round(time.monotonic() - began, 1)})
@@ -243,7 +245,7 @@ def main() -> None:
                 _write(args.output, about, rows, decoding)
                 if time.monotonic() - began > args.seconds:
                     return
-            if decoding is None:
+            if decoding is None and args.jpegs:
                 decoding = _decoding(folder / "jpegs", args)
                 print(decoding, time.monotonic() - began, flush=True)
                 _write(args.output, about, rows, decoding)

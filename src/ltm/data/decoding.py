@@ -7,7 +7,9 @@ import io
 import math
 import re
 import warnings
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -90,15 +92,13 @@ def decode(
         raise UnreadableImageError(f"{name} is no readable image: {_sentence(error)}") from error
 
 
-def decode_array(data: bytes, name: str, limits: Limits | None = None) -> np.ndarray:
+def decode_array(data: bytes | memoryview, name: str, limits: Limits | None = None) -> np.ndarray:
     """Decode a .npy file of 8-bit pixels, (height, width, 3) or (3, height, width), without a copy.
 
     Its header is checked first: it may claim any size, and nothing in it is unpickled.
     """
-    file, form = io.BytesIO(data), np.lib.format
     try:
-        read_header = _HEADERS[form.read_magic(file)]
-        shape, by_columns, dtype = read_header(file)
+        shape, by_columns, dtype, start = _array_header(bytes(data[: 10 + _header_size(data)]))
     except Exception as error:  # numpy parses the header as Python
         raise UnreadableImageError(f"{name} is no readable array: {_sentence(error)}") from error
     if dtype != np.uint8 or by_columns or len(shape) != 3 or 3 not in (shape[0], shape[2]):
@@ -108,15 +108,23 @@ def decode_array(data: bytes, name: str, limits: Limits | None = None) -> np.nda
         )
     size = math.prod(shape)
     _check_pixels(name, size // 3, limits or Limits())
-    if len(data) - file.tell() < size:
+    if len(data) - start < size:
         raise UnreadableImageError(f"{name} is no readable array: it is cut off")
-    return np.frombuffer(data, np.uint8, size, file.tell()).reshape(shape)
+    return np.frombuffer(data, np.uint8, size, start).reshape(shape)
 
 
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
+def _header_size(data: bytes | memoryview) -> int:
+    return int.from_bytes(data[8:10], "little")
+
+
+@lru_cache(maxsize=64)
+def _array_header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, order, type and start of an array; the headers of a shard are mostly the same."""
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"version {version} of the format is not taken; save it with numpy.save")
+    return *np.lib.format.read_array_header_1_0(file), file.tell()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

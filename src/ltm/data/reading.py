@@ -59,12 +59,11 @@ class Preparation:
 
 
 def _of_size(pixels: np.ndarray, size: tuple[int, int]) -> Tensor | None:
-    # A copy: the bytes of a file cannot be written to, of which torch would warn.
+    if not pixels.flags.writeable:  # of which torch would warn
+        pixels = pixels.copy()
     if pixels.shape == (3, *size):
-        return torch.from_numpy(pixels.copy())
-    if pixels.shape == (*size, 3):
-        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
-    return None
+        return torch.from_numpy(pixels)
+    return torch.from_numpy(pixels).permute(2, 0, 1) if pixels.shape == (*size, 3) else None
 
 
 def decoded(content: Any, name: str) -> Content:

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -203,14 +204,34 @@ def _tar_ref(path: Path, limits: Limits, found: Any) -> ImageRef:
     return ImageRef(found.key, where, _read_extent, (str(path), *found.extent, where, limits))
 
 
+class _Window(threading.local):
+    """The stretch of a shard that was read last: its images lie one behind the other."""
+
+    shard, start, data = "", 0, memoryview(b"")
+
+    def read(self, shard: str, offset: int, size: int) -> memoryview:
+        """Some bytes of a shard, with those behind them; each thread has its own."""
+        first = offset - self.start
+        if shard != self.shard or not 0 <= first <= len(self.data) - size:
+            with open(shard, "rb", buffering=0) as file:  # noqa: PTH123
+                file.seek(offset)
+                data = np.empty(max(size, _WINDOW_BYTES), np.uint8)  # not filled, and its own
+                read = file.readinto(data.data)
+            self.shard, self.start, self.data, first = shard, offset, data.data[:read], 0
+        return self.data[first : first + size]
+
+
+_WINDOW_BYTES = 2**22
+_window = _Window()
+
+
 def _read_extent(
     shard: str, offset: int, size: int, name: str, limits: Limits
 ) -> Image.Image | np.ndarray:
-    with open(shard, "rb", buffering=0) as file:  # noqa: PTH123 - one for each image
-        file.seek(offset)
-        data = file.read(size)
-    is_array = name.endswith(tuple(ARRAYS))
-    return decode_array(data, name, limits) if is_array else decode(data, name, limits)
+    data = _window.read(shard, offset, size)
+    if name.endswith(tuple(ARRAYS)):
+        return decode_array(data, name, limits)
+    return decode(bytes(data), name, limits)
 
 
 # --- Parquet -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from ltm.data.reading import Chunk, Readings
 from ltm.data.sources import STDIN, ImageRef, Part, find_parts
@@ -106,10 +107,10 @@ def _nothing(part: Part) -> ImageRef:
 def stacked(read: Readings, size: tuple[int, int]) -> dict[str, Any]:
     """A batch of columns; images that could not be read are black."""
     chunk, number = read.chunk, len(read.images)
-    pixels = torch.zeros(number, 3, *size, dtype=torch.uint8)
-    for row, image in enumerate(read.images):
-        if image is not None:
-            pixels[row] = image
+    black = torch.zeros(3, *size, dtype=torch.uint8)
+    images = (black if image is None else image for image in read.images)
+    # Colours last, as files have them; a loader's process stacks them in shared memory.
+    pixels = default_collate([image.permute(1, 2, 0) for image in images])
     return {
         "part": np.full(number, chunk.part),
         "place": np.arange(chunk.first, chunk.first + number),

@@ -235,10 +235,11 @@ class BatchPredictor:
         contents, size = batch[self.image_column], self.loaded.information.spec.size
         known = batch.get("error", [None] * len(contents))
         errors: list[str | None] = [error or None for error in known]
-        if getattr(contents, "shape", (0,))[1:] == (3, *size):
+        shape = tuple(getattr(contents, "shape", (0,))[1:])
+        if shape in ((3, *size), (*size, 3)):
             ready = contents if isinstance(contents, Tensor) else torch.from_numpy(contents)
             if ready.dtype == torch.uint8:
-                return ready, errors
+                return ready if shape[0] == 3 else ready.permute(0, 3, 1, 2), errors
         prepare = Preparation(self.loaded.information.spec)
         pixels = torch.zeros(len(contents), 3, *size, dtype=torch.uint8)
         for number, content in enumerate(contents):

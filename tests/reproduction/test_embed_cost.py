@@ -1,0 +1,12 @@
+"""Costs follow from rates."""
+
+import pytest
+
+from reproduction.benchmarks.embed_cost import cost
+
+
+def test_a_million_images_cost_what_their_rate_says() -> None:
+    row = {"model": "a", "size": 224, "ratio": 0.5, "embed_images_per_second": 1e6 / 3600}
+    found = cost(row, price=3.0)
+    assert found["GPU hours per million"] == pytest.approx(1.0)
+    assert found["cost per million"] == pytest.approx(3.0)
