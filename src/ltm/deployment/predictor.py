@@ -239,7 +239,7 @@ class BatchPredictor:
         if shape in ((3, *size), (*size, 3)):
             ready = contents if isinstance(contents, Tensor) else torch.from_numpy(contents)
             if ready.dtype == torch.uint8:
-                return ready if shape[0] == 3 else ready.permute(0, 3, 1, 2), errors
+                return ready if shape == (3, *size) else ready.permute(0, 3, 1, 2), errors
         prepare = Preparation(self.loaded.information.spec)
         pixels = torch.zeros(len(contents), 3, *size, dtype=torch.uint8)
         for number, content in enumerate(contents):
