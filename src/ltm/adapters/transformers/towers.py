@@ -168,10 +168,8 @@ class MergingLayer(Swapped, MergingMixin):
 
     def mask(self, given: Tensor | None, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores of the attention: the log of the sizes, or a mask."""
-        if tokens.merges and torch.compiler.is_exporting():
-            given = None  # Exporting, transformers makes a mask of ones where none was given.
-        if given is not None and tokens.merges:
-            raise ValueError("attention_mask: masks of the original tokens do not fit merged ones.")
+        if tokens.merges:
+            given = None  # `MergingTower` has refused what users give; transformers adds ones.
         if tokens.size is None or not self.slot.proportional:
             return given
         chosen = self.self_attention().config._attn_implementation  # noqa: SLF001
@@ -239,6 +237,23 @@ class SizedAttention(Swapped):
             bias = size_bias(tokens.size, query.dtype)[:, 0].expand(key.shape[0], -1, -1)
             options["attn_mask"] = bias.repeat_interleave(heads, dim=0)
         return super().forward(query, key, value, **options)
+
+
+class MergingTower(Swapped):
+    """The part that sees images: here it is known whether a user gave a mask.
+
+    Layers get one of ones from transformers, too, where it exports or records a CUDA graph.
+    """
+
+    def forward(self, pixel_values: Any = None, *args: Any, **options: Any) -> Any:
+        if options.get("attention_mask") is not None and _merges(self):
+            raise ValueError("attention_mask: masks of the original tokens do not fit merged ones.")
+        return super().forward(pixel_values, *args, **options)
+
+
+def _merges(tower: nn.Module) -> bool:
+    layers = [module for module in tower.modules() if isinstance(module, MergingLayer)]
+    return any(layer.merger is not None and layer.slot.state.merging for layer in layers)
 
 
 class MergingModel(Swapped):
@@ -377,6 +392,7 @@ class TowerAdapter(Adapter):
             layer.num_prefix = num_prefix(tower)
         tower.embeddings.opened, tower.embeddings.patch = state, _patch(tower)
         become_too_(tower.embeddings, MergingEmbeddings)
+        become_too_(tower, MergingTower)
         if hasattr(tower, "head"):
             tower.head.attention.sized = slots[-1]
             become_too_(tower.head.attention, SizedAttention)
