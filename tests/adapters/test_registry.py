@@ -76,6 +76,7 @@ def page(found: dict[str, tuple[str, str]]) -> str:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_name_of_each_family_is_converted(name: str) -> None:
     assert outcome(name)[1] == "converted"
+    assert f"`{name}`" in PAGE.read_text()
 
 
 @pytest.mark.skipif(os.environ.get("LTM_REGISTRY") != "all", reason="make registry")
