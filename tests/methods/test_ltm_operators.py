@@ -153,6 +153,14 @@ def test_alternate_sides_and_where_they_do_not_suffice() -> None:
     assert many.leaves.sum(1).tolist() == [9, 9, 9]
 
 
+def test_all_pairs_are_compared_where_that_is_cheap() -> None:
+    short = replace(_site(num_in=196, num_out=100), width=192)
+    sites = short, replace(short, num_in=576)
+    for matching, expected in (("auto", [False, True]), ("free", [False] * 2)):
+        config = LTM(support=Matched(matching=matching), weights="uniform")
+        assert [config.build(site).alternate for site in sites] == expected
+
+
 def test_distances_in_one_product() -> None:
     x, y = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
     assert torch.allclose(squared_distances(x, y), torch.cdist(x, y) ** 2, rtol=1e-5)

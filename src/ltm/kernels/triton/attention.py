@@ -156,10 +156,14 @@ def _short_attention_kernel(
 def _attention_kernel(
     query, key, value, bias, out, t, heads, d,
     query_image, query_token, query_head, key_image, key_token, key_head,
-    value_image, value_token, value_head, key_offset, value_offset, bias_stride, scale,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    value_image, value_token, value_head, key_offset, value_offset, bias_stride, scale, power,
+    SIZES: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attention of some queries of a head, to keys that count as often as their bias says."""
+    """Attention of some queries of a head, to keys that count as often as their bias says.
+
+    In place of biases there may be SIZES.
+    """
     blocks = tl.cdiv(t, ROWS)
     which = tl.program_id(0) // blocks
     image, head = (which // heads).to(tl.int64), which % heads
@@ -183,7 +187,11 @@ def _attention_kernel(
         there = columns < t - first
         valid = there[:, None] & known[None]
         k = tl.load(keys + first * key_token, mask=valid, other=0.0)
-        counted = tl.load(biases + first, mask=there, other=float("-inf"))
+        if SIZES:
+            counted = _bias_of(tl.load(biases + first, mask=there, other=1.0), power)
+            counted = tl.where(there, counted, float("-inf"))
+        else:
+            counted = tl.load(biases + first, mask=there, other=float("-inf"))
         scores = tl.dot(asked, tl.trans(k), input_precision="ieee") * scale + counted[None]
         now = tl.maximum(largest, tl.max(scores, axis=1))
         scores = tl.exp2(scores - now[:, None])
@@ -370,16 +378,20 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     b, x = query.tensor.shape[0], query.tensor
     out = x.new_empty(b, t, h * d)
-    size_, stride = sizes_of(size, size)
-    bias = torch.empty(size_.shape, device=x.device, dtype=torch.float32)
-    number = size_.numel()
-    _bias_kernel[(parts_of(number, 256),)](size_, bias, number, power, TOKENS=256, num_warps=2)
+    bias, stride = sizes_of(size, size)
+    few = b < FEW_IMAGES  # one launch less is worth more than a logarithm for every block
+    if not few:
+        bias = torch.empty(bias.shape, device=x.device, dtype=torch.float32)
+        number = bias.numel()
+        _bias_kernel[(parts_of(number, 256),)](
+            size.contiguous(), bias, number, power, TOKENS=256, num_warps=2
+        )
     rows, columns, warps, stages = _blocks(x, fitting(d, 16))
     _attention_kernel[(parts_of(t, rows) * b * h,)](
         query.tensor, key.tensor, value.tensor, bias, out, t, h, d,
         *query.strides, *key.strides, *value.strides, key.offset, value.offset, stride,
-        scale * LOG2_E, EVEN=d == fitting(d, 16), ROWS=rows, COLUMNS=columns, WIDTH=fitting(d, 16),
-        num_warps=warps, num_stages=stages,
+        scale * LOG2_E, power, SIZES=few, EVEN=d == fitting(d, 16), ROWS=rows, COLUMNS=columns,
+        WIDTH=fitting(d, 16), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

@@ -28,6 +28,10 @@ Power = Annotated[float, Within(0, 8)]
 """Larger powers of attention leave the range of single precision."""
 
 
+_DEAR = 0.1
+"""Comparing all pairs costs too much above this share of a block (`results/speed.md`)."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a site does, as a calibration chooses it."""
@@ -44,9 +48,9 @@ class Choice:
 class Matched:
     """A support found per image: redundant tokens join, informative ones are protected."""
 
-    matching: Literal["free", "alternate"] = "free"
+    matching: Literal["free", "alternate", "auto"] = "free"
     """Any token may join any other, or only even-indexed tokens odd-indexed ones: a quarter of the
-    comparisons."""
+    comparisons. "auto" compares all pairs at sites where that costs little, else two sides."""
     protection: Power = 1.0
     """How strongly informative tokens are kept from leaving: the power of the attention they
     receive."""
@@ -78,6 +82,9 @@ class MatchingMerger(LTMMerger):
     ) -> None:
         super().__init__(site, weights)
         self.settings, self.operator = settings, choice.operator
+        self.alternate = settings.matching == "alternate" or (
+            settings.matching == "auto" and _share_of_pairs(site) > _DEAR
+        )
         self.protection = choice.protection
         if self.operator == "none":
             raise ValueError(
@@ -96,7 +103,7 @@ class MatchingMerger(LTMMerger):
             attended=self.settings.attended,
             prune=self.operator == "prune_redundant",
             keep_norm=self.operator == "norm",
-            alternate=self.settings.matching == "alternate",
+            alternate=self.alternate,
         )
         merge, logits = match(
             tokens,
@@ -107,6 +114,11 @@ class MatchingMerger(LTMMerger):
             step=self.step(hints),
         )
         return Decision(merge=merge, values=logits)
+
+
+def _share_of_pairs(site: Site) -> float:
+    """Multiply-adds of all pairs, `n^2 c`, over those of a block, `12 n c^2 + 2 n^2 c`."""
+    return site.num_in / (12 * site.width + 2 * site.num_in)
 
 
 class UnimportantMerger(MatchingMerger):
