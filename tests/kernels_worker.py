@@ -46,6 +46,13 @@ CASES = {
         "padded": True,
     },
     "one image": {"images": 1, "attended": True},
+    "one image, long": {
+        "images": 1,
+        "num_patches": 300,
+        "num_leaving": 150,
+        "attended": True,
+        "sized": True,
+    },
     "shared sizes": {"attended": True, "shared": True},
     "given weights": {"sized": True, "attended": True, "weighed": True},
     "long with padding": {

@@ -1,8 +1,10 @@
-"""Speed where tokens are many: long sequences on a GPU, in half precision, in CUDA graphs.
+"""Speed of captured networks on a GPU, in half precision: long sequences, and other sets.
 
     python -m reproduction.benchmarks.long_sequences --output results/speed/long_sequences
     python -m reproduction.benchmarks.long_sequences --set families --ratios 0.7
         --output results/speed/families
+    python -m reproduction.benchmarks.long_sequences --set one_image --ratios 0.7
+        --methods static weighted --output results/speed/one_image
 
 A case is one network at one batch size: the original, and LTM at two shares of its multiply-adds,
 matching and static. All are captured, and timed in rounds whose order changes. A ratio is the
@@ -36,14 +38,14 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("vit_base_patch16_384", 384, 64),
-    Case("vit_base_patch16_224", 512, 32),
-    Case("vit_base_patch14_dinov2", 518, 32),
-    Case("vit_large_patch14_dinov2", 518, 16),
-    Case("vit_base_patch16_224", 1024, 8),
     Case("vit_base_patch16_siglip_gap_512", 512, 32),
+    Case("vit_base_patch16_384", 384, 64),
     Case("vit_base_patch16_384", 384, 1),
+    Case("vit_base_patch14_dinov2", 518, 32),
+    Case("vit_base_patch16_224", 1024, 8),
     Case("vit_base_patch14_dinov2", 518, 1),
+    Case("vit_base_patch16_224", 512, 32),
+    Case("vit_large_patch14_dinov2", 518, 16),
     Case("vit_base_patch16_224", 1024, 1),
 )
 FAMILIES = tuple(
@@ -58,25 +60,46 @@ FAMILIES = tuple(
     )
 )
 """Rotary positions, attention-pooled heads, and ViT-B of Hugging Face transformers."""
-SETS = {"long": CASES, "families": FAMILIES}
-METHODS = {
+GRIDS = (
+    ("swin_tiny_patch4_window7_224", 224),
+    ("swin_base_patch4_window7_224", 224),
+    ("mobilevit_xs", 224),
+    ("mobilevit_s", 224),
+    ("efficientvit_b1", 224),
+    ("efficientvit_b1", 288),
+)
+VITS = ("vit_small_patch16_224", "vit_base_patch16_224")
+SETS = {
+    "long": CASES,
+    "families": FAMILIES,
+    "one_image": tuple(Case(*grid, 1) for grid in GRIDS),
+    "grids": tuple(Case(*grid, 128) for grid in GRIDS),
+    "weights": tuple(Case(model, 224, batch) for batch in (128, 1) for model in VITS),
+}
+METHODS: dict[str, dict[str, Any]] = {
     "matching": {"weights": "uniform"},
     "static": {"weights": "uniform", "support": ltm.Learned()},
+    "sides": {"weights": "uniform", "support": ltm.Matched(matching="alternate")},
+    "weighted": {},
 }
+"""Weighted is the default: a matching on sequences, static on grids, with informative weights."""
 
 
 def _made(case: Case) -> Any:
+    settings: dict[str, Any]
     with torch.device("cuda"):
         if case.model.startswith("transformers"):
             import transformers  # noqa: PLC0415 - only these cases need it
 
-            settings: dict[str, Any] = {"image_size": case.size, "num_labels": 1000}
+            settings = {"image_size": case.size, "num_labels": 1000}
             config = transformers.ViTConfig(**settings)
             return transformers.ViTForImageClassification(config).eval()
         # Made for one size DINOv3 keeps its angles; else they come from the processor every time,
         # which no graph can record.
-        fixed: dict[str, Any] = {"dynamic_img_size": False} if "dinov3" in case.model else {}
-        return timm.create_model(case.model, img_size=case.size, **fixed).eval()
+        settings = {"dynamic_img_size": False} if "dinov3" in case.model else {}
+        if case.model.startswith("vit"):
+            settings["img_size"] = case.size
+        return timm.create_model(case.model, **settings).eval()
 
 
 def _networks(case: Case, ratios: list[float], methods: list[str]) -> dict[str, Any]:
@@ -92,6 +115,9 @@ def _networks(case: Case, ratios: list[float], methods: list[str]) -> dict[str, 
             model = _made(case)
             model.load_state_dict(state)
             ltm.merge_tokens_(model, ltm.LTM(ratio=ratio, **METHODS[name]), case.size)
+            if name == "weighted":
+                few = torch.randn(32, 3, case.size, case.size, device="cuda")
+                ltm.collect_statistics_(model, [(few, torch.arange(32, device="cuda"))])
             ltm.freeze_(model)
             found[f"{name} {ratio:.2f}"] = ltm.capture(model.half(), images)
     return {name: (network, images) for name, network in found.items()}
@@ -138,7 +164,7 @@ def main() -> None:
     options.add_argument("--set", choices=SETS, default="long")
     options.add_argument("--cases", type=int, nargs="+", help="numbers in the set; all by default")
     options.add_argument("--ratios", type=float, nargs="+", default=[0.7, 0.5])
-    options.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    options.add_argument("--methods", nargs="+", choices=METHODS, default=["matching", "static"])
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--milliseconds", type=float, default=60)
     args = options.parse_args()
@@ -162,7 +188,8 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     names = [f"{name} {ratio:.2f}" for ratio in args.ratios for name in args.methods]
     head = ["model", "px", "batch", "original, ms", *names]
     lines = [
-        [r["model"], r["size"], r["batch"], r["original_ms"], *(f"{r[n]:.2f}x" for n in names)]
+        [r["model"], r["size"], r["batch"], f"{r['original_ms']:.3f}"]
+        + [f"{r[n]:.2f}x" for n in names]
         for r in rows
     ]
     given = " ".join(sys.argv[1:])

@@ -21,7 +21,6 @@ from typing import Any
 
 import timm
 import torch
-from matplotlib.figure import Figure
 
 import ltm
 from ltm.api import mergers
@@ -139,6 +138,8 @@ def _page(rows: list[dict[str, Any]]) -> str:
 
 
 def _plot(path: Path) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415 - machines that measure may lack it
+
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 import torch
@@ -156,9 +156,10 @@ def test_alternate_sides_and_where_they_do_not_suffice() -> None:
 def test_all_pairs_are_compared_where_that_is_cheap() -> None:
     short = replace(_site(num_in=196, num_out=100), width=192)
     sites = short, replace(short, num_in=576)
-    for matching, expected in (("auto", [False, True]), ("free", [False] * 2)):
-        config = LTM(support=Matched(matching=matching), weights="uniform")
-        assert [config.build(site).alternate for site in sites] == expected
+    supports = Matched(matching="auto"), Matched(matching="free"), Matched(matching="alternate")
+    for support, expected in zip(supports, ([False, True], [False] * 2, [True] * 2), strict=True):
+        mergers = [LTM(support=support, weights="uniform").build(site) for site in sites]
+        assert [cast("MatchingMerger", merger).alternate for merger in mergers] == expected
 
 
 def test_distances_in_one_product() -> None:

@@ -210,11 +210,17 @@ def _apart(first: Tensor, own: Tensor, second: Tensor, theirs: Tensor) -> Tensor
     return _finite_or(apart, torch.finfo(apart.dtype).max)
 
 
-def _tiles(num_rows: int, num_columns: int) -> list[slice]:
-    """The rows of each tile of pairs. An exported graph has one tile: it cannot loop."""
+def _tiles(x: Tensor | None, num_rows: int, num_columns: int) -> list[slice]:
+    """The rows of each tile of pairs of tokens `x`.
+
+    An exported graph has one tile: it cannot loop. On the meta device, where multiply-adds are
+    counted, two tiles tell as much as many.
+    """
     step = max(_FEWEST_ROWS, _MOST_PAIRS // max(num_columns, 1))
     if is_recorded() or num_rows <= step:
         return [slice(0, num_rows)]
+    if x is None or x.is_meta:
+        step = -(-num_rows // 2)
     return [slice(first, first + step) for first in range(0, num_rows, step)]
 
 
@@ -241,7 +247,7 @@ def _least_harm_free(
     tokens: Tensor, size: Tensor | None, attention: Tensor | None, rule: Rule
 ) -> tuple[Bool[Tensor, "b n"], Int[Tensor, "b n"]]:
     unit = _centred(tokens)
-    squares, tiles = _squares(unit), _tiles(unit.shape[1], unit.shape[1])
+    squares, tiles = _squares(unit), _tiles(unit, unit.shape[1], unit.shape[1])
     whole = _apart(unit, squares, unit, squares) if len(tiles) == 1 else None
     # Of two alike the one that matters less leaves, so that they do not leave to each other.
     rank = torch.arange(unit.shape[1], device=unit.device)[None]
@@ -271,7 +277,7 @@ def _least_harm_free(
         distance = _apart(leaving[:, rows], own[:, rows], unit, squares)
         return distance.masked_fill(closed, torch.inf).argmin(dim=-1)
 
-    found = _per_row(_tiles(rule.num_leaving, unit.shape[1]), nearest)
+    found = _per_row(_tiles(unit, rule.num_leaving, unit.shape[1]), nearest)
     return leaves, torch.zeros_like(leaves, dtype=found.dtype).scatter(1, chosen, found)
 
 
@@ -289,7 +295,7 @@ def _least_harm_alternate(
             distance = distance.masked_fill((sizes[1] <= 0)[:, None], torch.inf)
         return distance.min(dim=-1)
 
-    cost, partner = _best_per_row(_tiles(first.shape[1], second.shape[1]), best)
+    cost, partner = _best_per_row(_tiles(unit, first.shape[1], second.shape[1]), best)
     even = None if attention is None else attention[:, ::2]
     seen = _seen(cost, even, rule.protection)
     chosen = _marked(seen, _smallest(seen, rule.num_leaving))
@@ -369,7 +375,7 @@ def alternate_sides(
         scores[:, :, :odd_prefix] = -torch.inf
         return scores.max(dim=-1)
 
-    best, partner = _best_per_row(_tiles(first.shape[1], second.shape[1]), most_similar)
+    best, partner = _best_per_row(_tiles(unit, first.shape[1], second.shape[1]), most_similar)
     best[:, :even_prefix] = -torch.inf
     return best, 2 * partner + 1
 
@@ -438,7 +444,10 @@ def match_freely(
             f"{num_tokens - num_prefix - 1} can leave."
         )
     unit = torch.nn.functional.normalize(metric.detach().float(), dim=-1)
-    place, tiles = torch.arange(num_tokens, device=metric.device), _tiles(num_tokens, num_tokens)
+    place, tiles = (
+        torch.arange(num_tokens, device=metric.device),
+        _tiles(unit, num_tokens, num_tokens),
+    )
 
     def similarity(rows: slice) -> Float[Tensor, "b rows t"]:
         scores = unit[:, rows] @ unit.mT
@@ -587,7 +596,9 @@ def _pair_flops(tokens: list[int], num_leaving: int, num_prefix: int, *, alterna
     b, n, c = tokens[0], tokens[1] - num_prefix, tokens[2]
     if alternate and num_leaving <= n // 2:
         return 2 * b * (n // 2) * (n - n // 2) * c
-    again = num_leaving if len(_tiles(n, n)) > 1 else 0  # those that leave are compared once more
+    again = (
+        num_leaving if len(_tiles(None, n, n)) > 1 else 0
+    )  # those that leave are compared once more
     return 2 * b * (n + again) * n * c
 
 

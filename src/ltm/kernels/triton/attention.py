@@ -300,7 +300,8 @@ def _received(
     query: Heads, key: Heads, size: Tensor | None, t: int, h: int, d: int, scale: float,
     power: float,
 ) -> Tensor:  # fmt: skip
-    b, some = key.tensor.shape[0], min(fitting(t), MOST_AT_ONCE)
+    b = key.tensor.shape[0]
+    some = min(fitting(t), MOST_AT_ONCE if b >= FEW_IMAGES else 64)
     parts = parts_of(t, some)
     scores = torch.empty(b, h, t, device=key.tensor.device, dtype=torch.float32)
     peaks, sums = scores.new_empty(b, h, parts), scores.new_empty(b, h, parts)

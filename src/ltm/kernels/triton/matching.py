@@ -22,6 +22,8 @@ from ltm.kernels.triton.weighing import Step, descent, step_of, weight_of
 
 MOST_AT_ONCE = 256
 """Tokens of which a program can hold the distances to some: longer sequences go tile by tile."""
+MOST_OF_ONE = 640
+"""The same where there is one image: fewer launches count for more than what they do."""
 
 
 @triton.jit
@@ -125,7 +127,8 @@ def _place(
     rule = rule._replace(
         alternate=rule.alternate and rule.num_leaving <= (tokens.shape[1] - rule.num_prefix) // 2
     )
-    short = tokens.shape[1] <= MOST_AT_ONCE and not rule.alternate
+    most = MOST_OF_ONE if tokens.shape[0] == 1 else MOST_AT_ONCE
+    short = tokens.shape[1] <= most and not rule.alternate
     place = _place_at_once if short else place_by_tiles
     attention = None if attention is None else attention.float()
     return place(tokens.contiguous(), size, attention, weight, step, rule)

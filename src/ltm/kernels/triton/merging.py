@@ -33,7 +33,7 @@ def _merge_kernel(
     tokens, weight, size, values, stays, leaves, goes, merged, merged_size, means, t, p, r, c,
     k, weight_stride, size_stride, value_stride,
     KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr, HAS_VALUES: tl.constexpr,
-    LEAVING: tl.constexpr, CHANNELS: tl.constexpr,
+    LEAVING: tl.constexpr, CHANNELS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One merged token, its size and value: of those that leave, only who comes here is read."""
     image, place = tl.program_id(0) // p, tl.program_id(0) % p
@@ -55,19 +55,28 @@ def _merge_kernel(
     for first in range(0, r, LEAVING):
         into = tl.load(goes + image * r + first + turns, mask=first + turns < r, other=-1)
         comes = into == place
-        last = -1
-        for _ in range(tl.sum(comes.to(tl.int32), axis=0)):
-            last = tl.min(tl.where(comes & (turns > last), turns, LEAVING), axis=0)
-            token = tl.load(leaves + image * r + first + last)
-            part = tl.load(weight + token)
-            if part > 0:  # else it is pruned
-                y = tl.load(start + token * c, mask=channels < c, other=0.0).to(tl.float32)
-                out += part * y
-                total += part
-                number += 1
-                largest = tl.maximum(largest, tl.sum(y * y, axis=0))
-                counted += _found(size, token, True, 1.0, HAS_SIZE)
-                value += part * _found(values, token, True, 0.0, HAS_VALUES)
+        for before in range(0, tl.sum(comes.to(tl.int32), axis=0), TOGETHER):
+            arrival = tl.cumsum(comes.to(tl.int32), axis=0) - 1  # within: to most places none comes
+            order = before + tl.arange(0, TOGETHER)
+            these = comes[None] & (arrival[None] == order[:, None])
+            here = tl.sum(these.to(tl.int32), axis=1) > 0
+            which = tl.sum(tl.where(these, turns[None], 0), axis=1)
+            token = tl.load(leaves + image * r + first + which, mask=here, other=0)
+            part = tl.load(weight + token, mask=here, other=0.0)
+            here = here & (part > 0)  # else it is pruned
+            y = tl.load(
+                start[None] + token[:, None] * c,
+                mask=here[:, None] & (channels < c)[None], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            part = tl.where(here, part, 0.0)
+            out += tl.sum(part[:, None] * y, axis=0)
+            total += tl.sum(part, axis=0)
+            number += tl.sum(here.to(tl.int32), axis=0)
+            largest = tl.maximum(largest, tl.max(tl.sum(y * y, axis=1), axis=0))
+            counts = _found(size, token, here, 1.0, HAS_SIZE)
+            counted += tl.sum(tl.where(here, counts, 0.0), axis=0)
+            if HAS_VALUES:
+                value += tl.sum(part * tl.load(values + token, mask=here, other=0.0), axis=0)
     tl.store(merged_size + image * p + place, counted)
     total = tl.maximum(total, 1e-12)
     if HAS_VALUES:
@@ -130,12 +139,13 @@ def merge_groups(
     k = 0 if values is None else t - values.shape[1]
     means = merged_size.new_empty(0 if values is None else (b, num_places - k))
     num_leaving = leaves.shape[1]
+    few = b < FEW_IMAGES  # nothing else runs while a program waits for one token after another
     _merge_kernel[(b * num_places,)](
         tokens, weight_, size_, values_, stays, leaves, goes, merged, merged_size, means,
         t, num_places, num_leaving, c, k, weight_stride, stride, value_stride,
         KEEP_NORM=keep_norm, HAS_SIZE=size is not None, HAS_VALUES=values is not None,
         LEAVING=min(fitting(num_leaving), MOST_AT_ONCE), CHANNELS=fitting(c),
-        num_warps=max(1, fitting(c) // 1024),
+        TOGETHER=4 if few else 1, num_warps=max(4 if few else 1, fitting(c) // 1024),
     )  # fmt: skip
     return merged, merged_size, means
 

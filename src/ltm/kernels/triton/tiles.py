@@ -34,8 +34,8 @@ from ltm.kernels.triton.launch import (
 )
 from ltm.kernels.triton.weighing import Step, step_of, weight_of
 
-SIDE = 64
-"""Patches on both sides of a tile of pairs."""
+MANY_TILES = 512
+"""Large tiles, of 128 patches on both sides, are faster where there are enough of them."""
 NOBODY = tl.constexpr(0x7FFFFFFF)
 """More than the bits of any number: who has this never leaves."""
 FARTHEST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -345,7 +345,7 @@ def place_by_tiles(
     nothing = places.weighed
     size_, stride = sizes_of(size, nothing)
     attention_ = nothing if attention is None else attention.contiguous()
-    options = _tiling(tokens)
+    side, options = _tiling(tokens, n)
     _square_kernel[b, parts_of(n, 16)](
         tokens, squares, least, t, k, c,
         ALTERNATE=alternate, TOKENS=16, CHANNELS=min(fitting(c), 256), num_warps=4,
@@ -354,19 +354,19 @@ def place_by_tiles(
     def find_nearest(num_rows: int, num_columns: int) -> None:
         if num_rows == 0 or num_columns == 0:
             return
-        _nearest_kernel[parts_of(num_columns, SIDE), parts_of(num_rows, SIDE), b](
+        _nearest_kernel[parts_of(num_columns, side), parts_of(num_rows, side), b](
             tokens, squares, size_, places.leaves, places.stays, nearest,
             t, k, c, num_rows, num_columns, stride,
-            ALTERNATE=alternate, HAS_SIZE=size is not None, ROWS=SIDE, COLUMNS=SIDE, **options,
+            ALTERNATE=alternate, HAS_SIZE=size is not None, ROWS=side, COLUMNS=side, **options,
         )  # fmt: skip
 
     if alternate:
         find_nearest((n + 1) // 2, n // 2)
     else:
-        blocks = parts_of(n, SIDE)
+        blocks = parts_of(n, side)
         _harm_kernel[blocks * (blocks + 1) // 2, b](
             tokens, squares, size_, attention_, least, t, k, c, stride,
-            HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None, SIDE=SIDE, **options,
+            HAS_SIZE=size is not None, HAS_ATTENTION=attention is not None, SIDE=side, **options,
         )  # fmt: skip
     logits = _choose(least, nearest, places, size, attention, weight, step and step(), rule)
     if not alternate:
@@ -406,17 +406,15 @@ def _choose(
     return logits
 
 
-def _tiling(tokens: Tensor) -> dict[str, Any]:
-    """How a program goes through the channels of a tile of `SIDE` by `SIDE` pairs.
-
-    On an H200 larger tiles are slower: what follows their products keeps the tensor cores waiting.
-    """
+def _tiling(tokens: Tensor, num_patches: int) -> tuple[int, dict[str, Any]]:
+    """Patches on both sides of a tile of pairs, and how a program goes through their channels."""
     half = tokens.element_size() == 2
     room = half and has_room(tokens.device, ROOM)
     channels = 64 if half else 32
-    return {
+    large = tokens.shape[0] * parts_of(num_patches, 128) ** 2 >= 2 * MANY_TILES
+    return 128 if room and large else 64, {
         "CHANNELS": channels,
         "FULL": tokens.shape[2] % channels == 0,
         "num_warps": 4,
-        "num_stages": 4 if room else 2,
+        "num_stages": 3 if room else 2,
     }
