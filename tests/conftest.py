@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from jaxtyping import config as jaxtyping_config, install_import_hook
 
-from toys import GRIDS, TOYS
+from toys import GRIDS, TOYS, VARIANTS
 
 # Before anything of ours is imported: from here on, annotated shapes are assertions. Not in the
 # kernels, whose source Triton compiles itself.
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_repetition(given.get("name"), given.get("method") or given.get("config")):
             item.add_marker(pytest.mark.exhaustive)
         name = given.get("name")
-        another = isinstance(name, str) and name in TOYS and name != "vit"
+        another = isinstance(name, str) and name in TOYS | VARIANTS and name != "vit"
         another |= any(
             isinstance(value, str) and value.startswith(grids) for value in given.values()
         )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import timm
 import torch
 
@@ -18,6 +19,7 @@ def test_weights_are_small() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_the_demo_vit_names_shapes_that_it_has_not_seen() -> None:
     model = timm.create_model("demo_vit", pretrained=True).eval()
     transform = evaluation_transform(

@@ -29,6 +29,7 @@ MODELS = {
 RATIOS = (0.9, 0.7, 0.5)
 # What differs from another one in width, depth or size alone.
 FEWER = {"mobilevit_xs@224": (0.7,), "vit_tiny": (0.5,), "vit_base": (0.7,), "swin_base": (0.7,)}
+FEWER |= {"deit3_small": (0.5,), "registers": (0.7,), "mobilevit_xs@256": (0.7, 0.5)}
 FLOORS = {"mobilevit_xs": 0.53, "mobilevit_s": 0.45}
 PEERS = {
     "vit_small": 0.7,
@@ -73,7 +74,9 @@ def test_ltm_meets_the_budget(key, ratio):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", PEERS)
-@pytest.mark.parametrize("method", [ltm.ToMe, ltm.ToFu, ltm.LTMP])
+@pytest.mark.parametrize(
+    "method", [ltm.ToMe, pytest.param(ltm.ToFu, marks=pytest.mark.exhaustive), ltm.LTMP]
+)
 def test_peers_meet_theirs(key, method):
     model, size = on_meta(key)
     ratio = PEERS[key]

@@ -77,7 +77,13 @@ IMAGES = pictures("vit", batch=3)
 
 
 @pytest.mark.parametrize("name", TOWERS)
-@pytest.mark.parametrize("method", sorted(methods()))
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=[] if name in ("ltm", "tome") else pytest.mark.exhaustive)
+        for name in sorted(methods())
+    ],
+)
 def test_a_tower_is_converted_and_given_back(name, method):
     model, kind = tower(name), methods()[method]
     before, keys = run(model, IMAGES), list(model.state_dict())

@@ -61,6 +61,7 @@ def test_a_network_without_a_pool_says_once_that_its_tokens_are_merged():
         model.forward_features(images)
 
 
+@pytest.mark.slow
 def test_a_default_that_is_out_of_reach_is_adapted_and_said():
     with torch.device("meta"):
         model = timm.create_model("efficientvit_l1")
