@@ -52,12 +52,15 @@ if TYPE_CHECKING:
         EvaluateSettings as EvaluateSettings,
     )
     from ltm.methods import (
+        DTEM as DTEM,
         LTM as LTM,
         LTMP as LTMP,
         ByFamily as ByFamily,
+        DiffRate as DiffRate,
         Informative as Informative,
         Learned as Learned,
         Matched as Matched,
+        PiToMe as PiToMe,
         ToFu as ToFu,
         ToMe as ToMe,
     )
@@ -113,6 +116,9 @@ _HOMES = {
         "LTMP",
         "Learned",
         "Matched",
+        "DTEM",
+        "DiffRate",
+        "PiToMe",
         "ToFu",
         "ToMe",
     ),

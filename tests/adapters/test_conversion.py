@@ -16,7 +16,11 @@ from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.methods import methods
 from toys import GRIDS, SEQUENCES, TOYS, VARIANTS, pictures, size_of, toy
 
-CASES = [(method, name) for method in sorted(methods()) for name in TOYS]
+CASES = [
+    (method, name)
+    for method, config in sorted(methods().items())
+    for name in (SEQUENCES if config.sequences_only else TOYS)
+]
 
 
 def config(method, **settings):

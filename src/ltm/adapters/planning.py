@@ -82,6 +82,11 @@ class Planner:
 
     def set_config_(self, config: MethodConfig) -> None:
         """Plan for this config from now on."""
+        if config.sequences_only and not self.layout.is_sequence:
+            raise ValueError(
+                f"method: got {config.name}; it merges sequences of tokens, and those of this "
+                "network form grids: take another method."
+            )
         self.config = config
         self.keeps_grid = not self.layout.is_sequence and config.keeps_grid()
         self.chosen = self._chosen_blocks()

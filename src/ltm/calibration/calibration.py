@@ -55,8 +55,8 @@ from ltm.progress import progress_bar
 
 DEFAULTS = CalibrateSettings()
 
-_FEW_SITES = 4
-"""Blocks that merge at most, unless the settings say otherwise."""
+_FEW_SITES, _MORE_SITES = 4, 6
+"""Blocks that merge at most, unless the settings say otherwise; more below `_ADJUSTED_BELOW`."""
 _ADJUSTED_BELOW = 0.5
 """Below this share the method's own settings are chosen too, unless the settings say otherwise."""
 _HALVINGS = 5
@@ -290,9 +290,13 @@ class Calibration:
     def space(self) -> Space:
         """The schedules to choose from."""
         if self._is_sequence:
-            num_sites = self.settings.sites or _FEW_SITES
-            return SequenceSpace(self.search, num_sites, self.settings.multiple)
+            return SequenceSpace(self.search, self._num_sites(1.0), self.settings.multiple)
         return GridSpace(self.search)
+
+    def _num_sites(self, budget: float) -> int:
+        """How many blocks may merge: what leaves at once must not be too much."""
+        usual = _FEW_SITES if budget >= _ADJUSTED_BELOW else _MORE_SITES
+        return self.settings.sites or usual
 
     def shown(self, budget: float, *, silent: bool) -> CalibrateResult:
         """`within` a budget, with a bar on a terminal; Ctrl-C keeps the best so far."""
@@ -318,7 +322,7 @@ class Calibration:
                 f"budget: got {budget}; merging tokens cannot bring this network below "
                 f"{space.floor:.3f} of its multiply-adds."
             )
-        space.budget = budget
+        space.budget, space.num_sites = budget, self._num_sites(budget)
         self.search.forget()
         self.trials.config = self.config
         default, interrupted = space.default(budget), False
@@ -339,7 +343,7 @@ class Calibration:
                 KeyboardInterrupt
                 if interrupted
                 else ValueError(
-                    f"budget: got {budget}; {self.settings.sites or _FEW_SITES} sites at most, and "
+                    f"budget: got {budget}; {self._num_sites(budget)} sites at most, and "
                     "token counts as asked for, cannot meet it."
                 )
             )

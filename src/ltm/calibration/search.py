@@ -488,6 +488,8 @@ class Space(ABC):
     """Schedules within a budget, and which of them are close to each other."""
 
     budget = 1.0
+    num_sites = 1
+    """At most so many blocks of a sequence merge."""
 
     def __init__(self, search: Search) -> None:
         self.search, self.cost = search, search.cost

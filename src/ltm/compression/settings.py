@@ -49,7 +49,7 @@ class CompressSettings:
     tune_data: str | None = None
     """Images to tune on; they need no labels. By default the training split."""
     trainable: str = "norms"
-    """What --tune trains: mergers, norms, lora or all."""
+    """What --tune trains: mergers, norms, biases, lora or all."""
     time: bool = True
     """Measure latency."""
     forms: tuple[str, ...] = ()

@@ -43,6 +43,18 @@ def constant_number(strength: float, num_in: int, num_sites: int) -> list[int]:
     return [max(1, num_in - int(per_site * site)) for site in range(1, num_sites + 1)]
 
 
+def constant_rate(strength: float, num_in: int, num_sites: int) -> list[int]:
+    """The same share of its tokens leaves every site: none at strength 0, all at 1."""
+    return weighted_rate(strength, num_in, [0.5] * num_sites)
+
+
+def falling_number(strength: float, num_in: int, num_sites: int) -> list[int]:
+    """ToMe's decreasing schedule: what leaves falls linearly to nothing over the sites."""
+    parts = [num_sites - site - 0.5 for site in range(num_sites)]
+    leaving = [part / sum(parts) * strength * num_in for part in parts]
+    return [max(1, num_in - int(sum(leaving[: site + 1]))) for site in range(num_sites)]
+
+
 def weighted_rate(strength: float, num_in: int, leaving: Sequence[float]) -> list[int]:
     """A depth profile: each site gives up its own share of its tokens.
 

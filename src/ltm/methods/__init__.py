@@ -1,8 +1,11 @@
 """The methods. Importing a module here registers it."""
 
 from ltm.methods.base import MethodConfig, config_from_dict, methods
+from ltm.methods.diffrate import DiffRate
+from ltm.methods.dtem import DTEM
 from ltm.methods.ltm import LTM, ByFamily, Informative, Learned, Matched
 from ltm.methods.ltmp import LTMP
+from ltm.methods.pitome import PiToMe
 from ltm.methods.tofu import ToFu
 from ltm.methods.tome import ToMe
 
@@ -14,13 +17,16 @@ BASELINE = ToMe.name
 __all__ = [
     "BASELINE",
     "DEFAULT",
+    "DTEM",
     "LTM",
     "LTMP",
     "ByFamily",
+    "DiffRate",
     "Informative",
     "Learned",
     "Matched",
     "MethodConfig",
+    "PiToMe",
     "ToFu",
     "ToMe",
     "config_from_dict",

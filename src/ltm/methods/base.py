@@ -261,7 +261,7 @@ class MethodConfig(ABC):
 
     - words: `title`, `description`, `describe`, `colour`, `marker`, `aliases`
     - where it merges, and how much: `choose_sites`, `spread`, `prefers_few`, `keeps_grid`,
-      `counting`, `for_feature_maps`
+      `sequences_only`, `counting`, `for_feature_maps`
     - what it takes from images: `needs_images`, `fit_`
     - training: `learning_rate`, `extra_loss`
     - what a calibration may search: `unschedulable`, `choices`, `choice_at`, `scheduled`
@@ -303,6 +303,8 @@ class MethodConfig(ABC):
     """Short names for the method with some settings, `name=value,...`."""
     prefers_few: ClassVar[bool] = False
     """Merges once per stage of a grid network, where that is enough, instead of in every block."""
+    sequences_only: ClassVar[bool] = False
+    """Networks whose tokens form grids are refused."""
     choices: ClassVar[tuple[Hashable, ...]] = (None,)
     """What a site of a sequence may do, the usual first: values with a readable `str`."""
     earlier: ClassVar[dict[str, Any]] = {}

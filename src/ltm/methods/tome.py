@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ltm.core.matching import match_most_similar, merge_in_order, merge_sides_apart
 from ltm.core.merge import token_sizes
+from ltm.core.schedule import constant_number, falling_number
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 
@@ -17,10 +18,21 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 class ToMe(MethodConfig):
     """Bipartite soft matching on the mean attention key, as many pairs in every block."""
 
+    schedule: Literal["constant", "decreasing"] = "constant"
+    """As many tokens leave every block; or ever fewer, which is the paper's other schedule and
+    better below 0.5 of the multiply-adds."""
+
     name: ClassVar[str] = "tome"
     description: ClassVar[str] = "the most similar pairs become their mean"
     colour: ClassVar[str | None] = "#0072b2"
     marker: ClassVar[str | None] = "^"
+    later: ClassVar[frozenset[str]] = MethodConfig.later | {"schedule"}
+
+    def spread(
+        self, strength: float, num_in: int, sites: tuple[int, ...], depth: int | None
+    ) -> list[int]:
+        form = constant_number if self.schedule == "constant" else falling_number
+        return form(strength, num_in, len(sites))
 
     def build(self, site: Site) -> Merger:
         return ToMeMerger(site, in_order=self.num_tokens is not None)

@@ -10,8 +10,8 @@ Letters: b images, a classes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,9 +80,9 @@ class Objective:
         """Losses of a batch; `targets` are labels (b) or distributions over classes (b a)."""
         merging = merging and self.merges
         watch = merging and (watch or self.settings.bound_weight > 0)
-        taught = None
+        taught, wanted, own = None, [], []
         if self.teacher is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self._features(self.teacher) as wanted:
                 taught = self.teacher(images).float()
             targets = taught.softmax(dim=1)  # what it says takes the place of labels
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
@@ -92,11 +92,16 @@ class Objective:
                 stack.enter_context(announcing(self.model, labels))
             if watch:
                 records = stack.enter_context(watching(self.model))
+            if taught is not None:
+                own = stack.enter_context(self._features(self.model))
             logits = forward(images).float()
         entropy = self._cross_entropy(logits, targets)
         total = entropy
         if taught is not None:
             total = self._divergence(logits, taught)
+        if own:
+            apart = [F.mse_loss(one, other) for one, other in zip(own, wanted, strict=True)]
+            total = total + self.settings.feature_weight * torch.stack(apart).mean()
         if merging and self.settings.distill_weight > 0:
             weight = self.settings.distill_weight
             total = (1 - weight) * total + weight * self._distillation(logits, images)
@@ -108,6 +113,10 @@ class Objective:
         return Losses(
             total=total, cross_entropy=entropy, logits=logits, share=share, records=records
         )
+
+    def _features(self, model: nn.Module) -> AbstractContextManager[list[Tensor]]:
+        """The class tokens of a forward, if they are compared."""
+        return class_tokens(model) if self.settings.feature_weight > 0 else nullcontext([])
 
     def _extra(self) -> ExtraLoss | None:
         """What the method adds to the loss."""
@@ -138,6 +147,24 @@ class Objective:
             log_target=True,
             reduction="batchmean",
         )
+
+
+@contextmanager
+def class_tokens(model: nn.Module) -> Iterator[list[Tensor]]:
+    """The class tokens after the blocks of the forward inside, normalised."""
+    found: list[Tensor] = []
+
+    def see(_block: nn.Module, _inputs: object, output: Tensor) -> None:
+        found.append(F.layer_norm(output[:, 0].float(), output.shape[2:]))
+
+    has_one = getattr(model, "cls_token", None) is not None
+    blocks: Iterable[nn.Module] = getattr(model, "blocks", ()) if has_one else ()
+    handles = [block.register_forward_hook(see) for block in blocks]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def mean_bound(records: Sequence[Record], targets: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def _demo(name: str) -> TrainSettings:
     )
 
 
-_DISTILLING_RATES = {"mergers": 5e-3, "norms": 3e-3, "lora": 1e-3, "all": 1e-4}
+_DISTILLING_RATES = {"mergers": 5e-3, "norms": 3e-3, "biases": 1e-3, "lora": 1e-3, "all": 3e-5}
 """The largest learning rate by what trains."""
 
 

@@ -71,10 +71,10 @@ class MergeSettings(MergingSettings):
 class TuneSettings:
     """Which parameters train."""
 
-    trainable: Literal["all", "mergers", "norms", "lora"] = "all"
-    """Everything; the mask modules alone, normalisation layers left as they are; mask modules and
-    the weights of normalisation layers; or mask modules and LoRA adapters, of rank 8 unless
-    lora_rank says so."""
+    trainable: Literal["all", "mergers", "norms", "biases", "lora"] = "all"
+    """Everything; or the mask modules alone, normalisation layers left as they are; or with them
+    the normalisation layers (norms), those and all biases (biases), or LoRA adapters, of rank 8
+    unless lora_rank says so (lora)."""
     unfreeze: tuple[str, ...] = ()
     """Patterns of further parameters that train, such as head.* or blocks.11.*"""
     lora_rank: int = 0
@@ -131,6 +131,9 @@ class ObjectiveSettings:
     teacher: Literal["none", "self"] = "none"
     """self: the network as it was before training, without merging, teaches; labels are not used.
     The loss is the KL divergence from its outputs, at distill_temperature."""
+    feature_weight: float = 0.0
+    """With teacher=self: weight of the distance between both networks' class tokens after every
+    block, each normalised. Networks without a class token do without."""
     distill_weight: float = 0.0
     """Share of self-distillation from the same network without merging."""
     distill_temperature: float = 1.0
@@ -180,6 +183,7 @@ class TrainSettings:
         require_least("statistics_images", self.merge.statistics_images)
         require_least("lora_rank", self.tune.lora_rank, 0)
         require_least("bound_weight", self.objective.bound_weight, 0)
+        require_least("feature_weight", self.objective.feature_weight, 0)
         temperature = self.objective.distill_temperature
         require(temperature > 0, "distill_temperature", temperature, "positive")
         _require_share("drop_path", self.model.drop_path)

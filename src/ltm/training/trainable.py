@@ -56,7 +56,9 @@ def chosen_parameters(model: nn.Module, settings: TuneSettings) -> set[str]:
     if settings.trainable == "all":
         return set(names)
     chosen = {name for name in names if in_merger(name)} if is_merging(model) else set[str]()
-    if settings.trainable == "norms":
+    if settings.trainable == "biases":
+        chosen |= {name for name in names if name.endswith("bias")}
+    if settings.trainable in ("norms", "biases"):
         chosen |= {
             f"{path}.{name}" if path else name
             for path, module in model.named_modules()

@@ -50,7 +50,7 @@ def tune_(
         model: a network that merges tokens.
         images: what to tune on.
         length: a time or epochs, such as "60s", "5m" or "3 epochs".
-        trainable: what trains: mergers, norms, lora or all.
+        trainable: what trains: mergers, norms, biases, lora or all.
         output: folder of the run; without one, nothing is kept but the result.
         say: told what happens, line by line.
         changes: changes of the settings, as `ltm.finetune` takes them.

@@ -37,6 +37,9 @@ PROFILE_LEAVING = (0.12, 0.27, 0.39)
 # Below this share of MACs three sites would have to remove too much at once.
 FEW_SITES_DOWN_TO = 0.45
 MANY_DEPTH = (2 / 12, 3 / 12, 5 / 12, 7 / 12, 9 / 12)
+# Below this one the first block has to merge too.
+LATE_SITES_DOWN_TO = 0.35
+EARLY_DEPTH = (0, 2 / 12, 3 / 12, 5 / 12, 8 / 12)
 # Strong merging is best spread evenly: the profile gives way to equal shares between these ratios.
 PROFILE_DOWN_TO, EQUAL_FROM = 0.65, 0.55
 
@@ -265,8 +268,10 @@ class LTM(MethodConfig):
     def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
         if self.ratio is None and self.num_tokens is None:
             return tuple(range(num_blocks))
-        few = self.ratio is None or self.ratio >= FEW_SITES_DOWN_TO
-        depths = PROFILE_DEPTH if few else MANY_DEPTH
+        ratio = 1.0 if self.ratio is None else self.ratio
+        depths = MANY_DEPTH if ratio >= LATE_SITES_DOWN_TO else EARLY_DEPTH
+        if ratio >= FEW_SITES_DOWN_TO:
+            depths = PROFILE_DEPTH
         return tuple(sorted({round(depth * num_blocks) for depth in depths}))
 
     def spread(

@@ -1,0 +1,113 @@
+"""DiffRate: the least important tokens are dropped or merged (Chen et al., 2023).
+
+The paper learns by gradient how many tokens each block drops and merges. Here `ltm.calibrate`
+searches them, on unlabelled images and within the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ltm.core.matching import Match, merge_in_order
+from ltm.core.schedule import constant_rate
+from ltm.core.validation import Within
+from ltm.methods.base import AMOUNTS, Count, Decision, Hints, Merger, MethodConfig, Site
+
+Share = Annotated[float, Within(0, 1)]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The share of the tokens leaving a site that are dropped."""
+
+    share: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:.0f}% of them dropped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffRate(MethodConfig):
+    """Tokens to which the class token attends least leave; some are dropped, the others merge."""
+
+    dropped: Share = 0.5
+    """The share of the tokens that leave a site which are dropped: the least important ones. The
+    others join the most similar token that stays."""
+    dropped_at: tuple[Share, ...] | None = None
+    """The share of each site, in place of `dropped`."""
+
+    name: ClassVar[str] = "diffrate"
+    description: ClassVar[str] = "tokens that receive least attention are dropped, or merged"
+    colour: ClassVar[str | None] = "#56b4e9"
+    marker: ClassVar[str | None] = "X"
+    sequences_only: ClassVar[bool] = True
+    choices: ClassVar[tuple[Hashable, ...]] = (Dropped(0.5), Dropped(0.0), Dropped(1.0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        values = self.dropped_at
+        if values is not None and len(values) != len(self.sites or ()):
+            raise ValueError(
+                f"dropped_at: got {len(values)} of them, and sites={self.sites}; give one per site."
+            )
+
+    def choice_at(self, block: int) -> Dropped:
+        if self.dropped_at is None or self.sites is None or block not in self.sites:
+            return Dropped(self.dropped)
+        return Dropped(self.dropped_at[self.sites.index(block)])
+
+    def scheduled(
+        self,
+        *,
+        ratio: float | None = None,
+        counts: tuple[Count, ...] | None = None,
+        sites: tuple[int, ...] | None = None,
+        choices: tuple[Hashable, ...] = (),
+    ) -> DiffRate:
+        amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
+        shares = tuple(choice.share for choice in choices if isinstance(choice, Dropped))
+        return dataclasses.replace(self, sites=sites, dropped_at=shares or None, **amount)
+
+    def spread(
+        self, strength: float, num_in: int, sites: tuple[int, ...], depth: int | None
+    ) -> list[int]:
+        """Every site keeps the same share of its tokens."""
+        return constant_rate(strength, num_in, len(sites))
+
+    def build(self, site: Site) -> Merger:
+        return DiffRateMerger(site, self.choice_at(site.block).share)
+
+
+class DiffRateMerger(Merger):
+    """Sort by the class token's attention, drop the last, merge those before them."""
+
+    needs = frozenset({"importance"})
+
+    def __init__(self, site: Site, dropped: float) -> None:
+        super().__init__(site)
+        self.dropped = dropped
+
+    def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        assert hints.importance is not None
+        k = self.site.num_prefix
+        num_leaving = tokens.shape[1] - k - hints.num_out
+        order = hints.importance[:, k:].argsort(dim=1, descending=True, stable=True) + k
+        stays = order[:, : hints.num_out]
+        gone = order[:, order.shape[1] - round(self.dropped * num_leaving) :]
+        unit = torch.nn.functional.normalize(tokens.float(), dim=-1)
+        open_to = torch.zeros_like(unit[..., 0], dtype=torch.bool).scatter(1, stays, value=True)
+        scores = (unit @ unit.mT).masked_fill(~open_to[:, None], -torch.inf)
+        leaves = ~open_to
+        leaves[:, :k] = False
+        # As published, a plain mean: tokens do not weigh by their size.
+        weight = torch.ones_like(scores[..., 0]).scatter(1, gone, 0.0)
+        target = scores.argmax(dim=-1)
+        match = Match(leaves=leaves, target=target, num_leaving=num_leaving, num_prefix=k)
+        return Decision(merge=merge_in_order(match, weight))

@@ -1,0 +1,98 @@
+"""DTEM: tokens are compared in an embedding that is learned for it (Lee and Hong, 2024).
+
+The embedding is decoupled: only the choice of pairs reads it, and it trains through a soft
+relaxation of that choice. As published, at inference it is ToMe in the embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ltm.core.matching import match_most_similar, merge_sides_apart
+from ltm.core.merge import token_sizes
+from ltm.core.relaxation import SoftMerge, continuous_top_k
+from ltm.core.validation import Within
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class DTEM(MethodConfig):
+    """ToMe's pairs in a learned embedding; before training they are next to ToMe's."""
+
+    width: Annotated[int, Within(1, 4096)] = 64
+    """Channels of the embedding."""
+    neighbours: Annotated[int, Within(1, 4096)] = 3
+    """In training, the most similar tokens that a token may join."""
+    temperature: Annotated[float, Within(0, 10, above=True)] = 0.1
+    """In training, of the choice of pairs; smaller is harder."""
+
+    name: ClassVar[str] = "dtem"
+    description: ClassVar[str] = "the most similar pairs of a learned embedding become their mean"
+    colour: ClassVar[str | None] = "#999933"
+    marker: ClassVar[str | None] = "h"
+    sequences_only: ClassVar[bool] = True
+
+    def build(self, site: Site) -> Merger:
+        return DTEMMerger(site, self)
+
+
+class DTEMMerger(Merger):
+    """The keys, and beside them what was learned; next to nothing at the start."""
+
+    needs = frozenset({"keys"})
+
+    def __init__(self, site: Site, config: DTEM) -> None:
+        super().__init__(site)
+        self.config = config
+        self.embedding = nn.Linear(site.width, config.width)
+        nn.init.normal_(self.embedding.weight, std=1e-3)  # of zeros there is no gradient
+        nn.init.zeros_(self.embedding.bias)
+
+    @property
+    def own_counts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """In training all tokens stay."""
+        return self.training
+
+    def metric(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Float[Tensor, "b t d"]:
+        """Unit keys beside the embedding of the normalised tokens."""
+        keys = tokens if hints.keys is None else hints.keys
+        keys = torch.nn.functional.normalize(keys.detach().float(), dim=-1)
+        plain = torch.nn.functional.layer_norm(tokens.detach().float(), tokens.shape[-1:])
+        return torch.cat([keys, self.embedding(plain)], dim=-1)
+
+    def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        k, metric = self.site.num_prefix, self.metric(tokens, hints)
+        size = token_sizes(tokens, hints.size)
+        if self.training and not tokens.is_meta:
+            mass = size.expand(tokens.shape[0], -1)[:, k:].float()
+            return Decision(merge=self._soft(metric[:, k:], mass))
+        num_leaving = tokens.shape[1] - k - hints.num_out
+        match = match_most_similar(metric, num_leaving, num_prefix=k)
+        return Decision(merge=merge_sides_apart(match, size))
+
+    def _soft(self, metric: Float[Tensor, "b n d"], mass: Float[Tensor, "b n"]) -> SoftMerge:
+        """Of those that have mass left, as many as the site has places for, even join odd ones."""
+        number = min(self.site.num_in, metric.shape[1])
+        alive = mass.argsort(dim=1, descending=True, stable=True)[:, :number].sort(dim=1).values
+        first, second = alive[:, ::2], alive[:, 1::2]
+        unit = torch.nn.functional.normalize(metric, dim=-1)
+        sides = [
+            unit.gather(1, at[..., None].expand(-1, -1, unit.shape[2])) for at in (first, second)
+        ]
+        scores = sides[0] @ sides[1].mT
+        few = min(self.config.neighbours, scores.shape[2])
+        best, places = scores.topk(few, dim=2)
+        leaving = min(self.site.num_in - self.site.num_out, first.shape[1])
+        part = continuous_top_k(best, leaving, self.config.temperature**2)
+        pairs = torch.zeros_like(scores).scatter(2, places, part.to(scores.dtype))
+        n = metric.shape[1]
+        rows = pairs.new_zeros(len(pairs), first.shape[1], n)
+        rows = rows.scatter(2, second[:, None].expand(-1, first.shape[1], -1), pairs)
+        moved = rows.new_zeros(len(pairs), n, n)
+        moved = moved.scatter(1, first[..., None].expand(-1, -1, n), rows)
+        return SoftMerge(moved=moved, mass=mass, num_prefix=self.site.num_prefix)
