@@ -28,7 +28,7 @@ def prepared(name, config):
 
 
 CONFIGS = [
-    *(method(per_block=0.6) for _, method in sorted(methods().items())),
+    *(m(per_block=0.6) for _, m in sorted(methods().items()) if not m.sequences_only),
     STATIC,
     ltm.LTM(per_block=0.6, support=ltm.Learned(scope="batch")),
 ]

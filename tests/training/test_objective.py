@@ -15,6 +15,7 @@ from ltm.data.loading import Batch
 from ltm.methods.ltm.step import LTMMerger
 from ltm.training.objective import (
     Objective,
+    class_tokens,
     mean_bound,
     refresh_statistics_,
     statistical_mergers,
@@ -189,3 +190,18 @@ def test_batches_of_an_epoch_observed_one_by_one_are_a_pass() -> None:
     take_statistics_(seen)
     for name, value in passed.state_dict().items():
         torch.testing.assert_close(seen.state_dict()[name], value)
+
+
+def test_features_are_compared_block_by_block() -> None:
+    model, (images, labels) = build(ltm.LTM(per_block=0.5, sites=(1, 2))), batches()[0]
+    plain = Objective(model.eval(), ObjectiveSettings(teacher="self"))
+    compared = Objective(model, ObjectiveSettings(teacher="self", feature_weight=2.0))
+    with torch.no_grad(), merging_off(model), class_tokens(model) as wanted:
+        model(images)
+    with torch.no_grad(), class_tokens(model) as found:
+        model(images)
+    assert len(found) == len(wanted) == len(model.blocks)  # type: ignore[arg-type]
+    apart = [(one - other).square().mean() for one, other in zip(found, wanted, strict=True)]
+    expected = plain(model, images, labels).total + 2 * sum(apart) / len(apart)
+    assert compared(model, images, labels).total.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert not any(block._forward_hooks for block in model.blocks)  # type: ignore[union-attr]

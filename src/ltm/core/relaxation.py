@@ -19,7 +19,6 @@ from ltm.core.merge import Merge
 
 _LEAST = 1e-6
 """Mass that is left of a token that has handed everything on."""
-_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,5 +79,6 @@ def continuous_top_k(
     for _ in range(number):
         part = scores.flatten(1).softmax(dim=1).view_as(taken)
         taken = taken + part
-        scores = scores + (1 - part.sum(dim=2, keepdim=True)).clamp_min(_TINY).log()
+        left = 1 - part.sum(dim=2, keepdim=True)
+        scores = torch.where(left > _LEAST, scores + left.clamp_min(_LEAST).log(), -torch.inf)
     return taken / taken.sum(dim=2, keepdim=True).detach().clamp_min(1)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,13 @@ class Losses:
     """What the sites did, where somebody asked."""
 
 
+class Lesson(NamedTuple):
+    """What a teacher says about a batch."""
+
+    logits: Tensor
+    features: list[Tensor]
+
+
 class Objective:
     """The loss of a network; `forward` may be the network wrapped for several processes."""
 
@@ -80,11 +88,9 @@ class Objective:
         """Losses of a batch; `targets` are labels (b) or distributions over classes (b a)."""
         merging = merging and self.merges
         watch = merging and (watch or self.settings.bound_weight > 0)
-        taught, wanted, own = None, [], []
-        if self.teacher is not None:
-            with torch.no_grad(), self._features(self.teacher) as wanted:
-                taught = self.teacher(images).float()
-            targets = taught.softmax(dim=1)  # what it says takes the place of labels
+        lesson = self._lesson(images)
+        if lesson is not None:
+            targets = lesson.logits.softmax(dim=1)  # what it says takes the place of labels
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
         with ExitStack() as stack:
             records: list[Record] = []
@@ -92,16 +98,10 @@ class Objective:
                 stack.enter_context(announcing(self.model, labels))
             if watch:
                 records = stack.enter_context(watching(self.model))
-            if taught is not None:
-                own = stack.enter_context(self._features(self.model))
+            features = stack.enter_context(self._features(self.model))
             logits = forward(images).float()
         entropy = self._cross_entropy(logits, targets)
-        total = entropy
-        if taught is not None:
-            total = self._divergence(logits, taught)
-        if own:
-            apart = [F.mse_loss(one, other) for one, other in zip(own, wanted, strict=True)]
-            total = total + self.settings.feature_weight * torch.stack(apart).mean()
+        total = entropy if lesson is None else self._learned(logits, features, lesson)
         if merging and self.settings.distill_weight > 0:
             weight = self.settings.distill_weight
             total = (1 - weight) * total + weight * self._distillation(logits, images)
@@ -114,9 +114,26 @@ class Objective:
             total=total, cross_entropy=entropy, logits=logits, share=share, records=records
         )
 
+    def _lesson(self, images: Tensor) -> Lesson | None:
+        """What the teacher says about a batch, if there is one."""
+        if self.teacher is None:
+            return None
+        with torch.no_grad(), self._features(self.teacher) as features:
+            return Lesson(self.teacher(images).float(), features)
+
+    def _learned(self, logits: Tensor, features: list[Tensor], lesson: Lesson) -> Tensor:
+        """How far a network is from its teacher."""
+        divergence = self._divergence(logits, lesson.logits)
+        if not features:
+            return divergence
+        pairs = zip(features, lesson.features, strict=True)
+        apart = torch.stack([F.mse_loss(*pair) for pair in pairs]).mean()
+        return divergence + self.settings.feature_weight * apart
+
     def _features(self, model: nn.Module) -> AbstractContextManager[list[Tensor]]:
         """The class tokens of a forward, if they are compared."""
-        return class_tokens(model) if self.settings.feature_weight > 0 else nullcontext([])
+        compared = self.teacher is not None and self.settings.feature_weight > 0
+        return class_tokens(model) if compared else nullcontext([])
 
     def _extra(self) -> ExtraLoss | None:
         """What the method adds to the loss."""
