@@ -260,7 +260,7 @@ def test_a_config_says_itself_in_words_that_are_read_back(config: Any, words: st
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("tomee", "method tomee is not known: choose from ltm, ltmp, tofu, tome, ltm-static"),
+        ("tomee", "method tomee is not known: choose from ltm, ltmp, tofu, tome, diffrate"),
         ("ltm:wings=2", "no setting wings"),
         ("ltm:support", "is no setting; write name=value"),
         ("ltm:ratio=3", "ratio"),

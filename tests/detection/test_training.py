@@ -79,7 +79,7 @@ def test_settings_survive_their_file(name: str, tmp_path: Path) -> None:
         ({"optim": {"ema": 1.0}}, "ema is 1.0"),
         ({"eval_every": 0}, "eval_every is 0"),
         ({"detector": {"task": "mask_rcnn", "restore": False}}, "restore is off"),
-        ({"merge": {"method": "ltmp"}}, "choose from ltm, tofu, tome, none"),
+        ({"merge": {"method": "ltmp"}}, "choose from ltm, tofu, tome, diffrate"),
         ({"colour": 3}, "colour is no setting"),
     ],
 )

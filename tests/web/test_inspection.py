@@ -91,8 +91,8 @@ def test_merging_copies_share_their_weights_and_few_are_kept(networks: Networks)
 def test_what_is_not_known_is_named(networks: Networks) -> None:
     with pytest.raises(ValueError, match="model: got ResNet; known are demo_vit"):
         networks.merging("ResNet", "LTM", 0.7)
-    with pytest.raises(ValueError, match="method: got PiToMe; known are LTM, LTMP, ToFu, ToMe"):
-        networks.merging(VIT, "PiToMe", 0.7)
+    with pytest.raises(ValueError, match="method: got EViT; known are LTM, LTMP, ToFu, ToMe"):
+        networks.merging(VIT, "EViT", 0.7)
     with pytest.raises(ValueError, match="embedded is ResNet: known are demo_vit"):
         embedded_network("ResNet")
 

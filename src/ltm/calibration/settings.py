@@ -25,8 +25,8 @@ class CalibrateSettings:
     split: str = "val"
     """Split of the data, where it has several."""
     sites: int | None = None
-    """Blocks that merge at most. By default 4, or 6 below a share of 0.5, or more if the method's own
-    schedule has more and is better. Fewer blocks are faster, and as accurate."""
+    """Blocks that merge at most. By default 4, or 6 below a share of 0.5, or more if the method's
+    own schedule has more and is better. Fewer blocks are faster, and as accurate."""
     adjust: bool | None = None
     """Also choose settings of the method, such as LTM's attended and size_power. By default below a
     share of 0.5. Takes up to 40 more trials."""

@@ -520,5 +520,5 @@ def require_known(config: type[MethodConfig], settings: Iterable[str]) -> None:
 
 
 def methods() -> dict[str, type[MethodConfig]]:
-    """All registered methods by name."""
-    return dict(_METHODS)
+    """All registered methods by name, those for every family first."""
+    return dict(sorted(_METHODS.items(), key=lambda item: item[1].sequences_only))
