@@ -67,10 +67,10 @@ def _tokens(site: Site) -> str:
 def merge_tokens_(
     model: nn.Module, config: MethodConfig, image_size: int | tuple[int, int] | None = None
 ) -> ConversionReport:
-    """Make a timm model merge tokens, in place.
+    """Make a network merge tokens, in place.
 
-    The model keeps its checkpoint keys and timm's interface; `unmerge_tokens_` undoes it. What
-    cannot be done is a ValueError, raised before the model is changed.
+    The model keeps its checkpoint keys and its interface; `unmerge_tokens_` undoes it. A model or a
+    config that cannot work is a ValueError, raised before the model is changed.
     """
     _require_network(model)
     if not isinstance(config, MethodConfig):
@@ -124,7 +124,7 @@ def merging_copy(
 
 
 def set_ratio_(model: nn.Module, ratio: float) -> ConversionReport:
-    """Change how much a converted model merges; what was learned is kept where it fits."""
+    """Change how much a converted model merges; learned values are kept where they fit."""
     return reconvert_(model, conversion_of(model).config.with_amount(ratio=ratio))
 
 
@@ -192,8 +192,8 @@ def token_counts(model: nn.Module) -> list[int | Grid]:
 def gmacs(model: nn.Module, image_size: int | tuple[int, int] | None = None) -> float:
     """Billions of multiply-adds for one image, converted or not, fused attention included.
 
-    Mask modules count as at work, also before class statistics are collected, when informative
-    weights still rest: one number for one model, and that of its `report`.
+    Informative weights are counted even before class statistics are collected, so the number does
+    not change when they are.
     """
     _require_network(model)
     return macs_of(model, image_size_of(model, image_size)) / 1e9
@@ -233,9 +233,9 @@ def _pixels(given: int | tuple[int, int]) -> tuple[int, int]:
 
 @torch.no_grad()
 def merge_maps(model: nn.Module, images: Tensor) -> dict[int, Tensor]:
-    """By merging block, the weights of its tokens over the patches: `b n0 p`, columns sum to one.
+    """For each merging block, the weight of every patch in every token: `b n0 p`.
 
-    The patches are those at the start of the block's stage.
+    Columns sum to one. The patches are those at the start of the block's stage.
     """
     with evaluating(model), watching(model) as records:
         model(images)

@@ -10,9 +10,9 @@ from ltm.core.merge import pool_by_size, restore_through
 
 
 def pool_tokens(model: nn.Module, features: Tensor) -> Tensor:
-    """The mean of the patch tokens, `b t c -> b c`, each weighing as many patches as it stands for.
+    """The mean over patches, `b t c -> b c`: tokens are weighed by their sizes.
 
-    The features are those of the last forward, or what an earlier `forward_features` returned.
+    `features` come from the last forward, or from an earlier `forward_features`.
     """
     tokens, num_prefix = _known(model, features)
     patches = features[:, num_prefix:]
@@ -24,7 +24,7 @@ def pool_tokens(model: nn.Module, features: Tensor) -> Tensor:
 def restore_tokens(model: nn.Module, features: Tensor) -> Tensor:
     """A token for each patch, `b t c -> b n c`, as the original network gives them.
 
-    Patches that were merged have the same token; prefix tokens come first, as they did.
+    Patches that were merged get the same token. Prefix tokens come first, as before.
     """
     tokens, _ = _known(model, features)
     return restore_through(tokens.merges, features)

@@ -163,12 +163,12 @@ def collect_statistics_(
     passes: int = 2,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda batches: batches,
 ) -> int:
-    """Class centroids and Q of every site, from labels or else from the model's own predictions.
+    """Collect class centroids and Q for every site, from labels or the model's own predictions.
 
-    `loader` gives images, or (images, labels) with labels of -1 or None for "unknown", and can be
-    gone through twice: first for centroids, then for memberships. Several processes add theirs up,
-    and one of them may have none. Returns the number of images of all. Where anything fails, in
-    whichever process, the statistics of before are kept.
+    `loader` gives images, or (images, labels); a label of -1 or None is unknown. It is iterated
+    twice: first for centroids, then for memberships. Several processes add up their sums, and some
+    may have no images. Returns the number of images in all processes. If any process fails, the
+    earlier statistics are kept.
     """
     if passes < 2:
         raise ValueError(f"passes: got {passes}; at least 2 are needed, the first for centroids.")

@@ -39,9 +39,9 @@ class Captured:
 def capture(model: Callable[[Tensor], Any], images: Tensor) -> Captured:
     """Record a network's forward as a CUDA graph, for batches like `images` or smaller.
 
-    In eager mode merging is often slower than it could be, because the processor cannot launch
-    small kernels fast enough; a graph is launched at once. `model` may be compiled as well. It is
-    not to be changed afterwards; `images` are on its device and in its precision.
+    In eager mode the CPU often cannot launch small kernels fast enough, so the GPU waits. A graph
+    is launched at once. `model` may be compiled too. Do not change it afterwards. `images` must be
+    on its device and in its precision.
     """
     if images.device.type != "cuda":
         raise ValueError(

@@ -51,11 +51,11 @@ from ltm.methods.frozen import FrozenMerger
 def freeze_(model: nn.Module) -> nn.Module:
     """Make a converted model ready for deployment.
 
-    Masks that do not depend on the image become constants, patches are embedded by a product
-    where that is faster, and what only training needs is dropped. Outputs stay as they are in
-    evaluation. The MACs in the report are counted anew: weights without statistics cost nothing any
-    more, but a constant mask of a sequence multiplies its prefix tokens too, which may end slightly
-    above the budget.
+    Masks that do not depend on the image become constants, patches are embedded by a matrix product
+    where that is faster, and parts that only training needs are dropped. Outputs are those of
+    evaluation mode. MACs are counted again: informative weights without statistics no longer count,
+    but a constant mask on a sequence also multiplies the prefix tokens, so the share can end
+    slightly above the budget.
     """
     done = conversion_of(model)
     if not done.state.merging:
@@ -110,8 +110,8 @@ def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | N
     """Write a converted model as `model.safetensors` and a readable `config.json`.
 
     The layout is that of timm on the Hugging Face hub, or of transformers for a network of its
-    own, with one more entry, `token_merging`. Names
-    of classes are kept for predictions, unless they are but their numbers.
+    own, with one more entry, `token_merging`. Class names are kept for predictions, unless they are
+    just numbers.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     done = conversion_of(model)
@@ -160,10 +160,10 @@ def _require_whole(model: nn.Module) -> None:
 def load(folder: str | Path, model: nn.Module | None = None, *, verify: bool = True) -> nn.Module:
     """Read a model that `save` wrote, in evaluation mode.
 
-    timm does not remember all arguments that a model was made with: where it was made with unusual
-    ones, give a `model` made with the same; it stays as it is where the file does not fit it.
-    A folder is data: nothing is unpickled, downloaded or read from elsewhere. What was damaged
-    since it was saved is refused; `verify=False` loads a folder that was edited.
+    timm does not remember all arguments of a model. If yours was made with unusual ones, give a
+    `model` made with the same; it is not changed if the file does not fit. A folder is data:
+    nothing is unpickled, downloaded or read from elsewhere. A folder that changed after saving is
+    refused; `verify=False` loads one that you edited.
     """
     folder = saved_folder(Path(folder))
     config = _read_config(folder)

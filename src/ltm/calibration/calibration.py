@@ -153,18 +153,18 @@ def calibrate(
 ) -> CalibrateResult:
     """Find the schedule that keeps a network's outputs closest to what they are without merging.
 
-    The network itself is not changed: give the result's `config` to `merge_tokens_`, or `save`
-    the result, which writes a network that merges so.
+    The network is not changed. Give the result's `config` to `merge_tokens_`, or `save` the result
+    to write the merging network.
 
     Args:
-        model: a network that `merge_tokens_` takes, merging already or not; or its name.
-        data: where images are; or some, `b c h w`, normalised as the network expects.
+        model: a network, converted or not; or its name.
+        data: where images are; or images `b c h w`, normalised as the network expects.
         settings: the budget, and how to search.
-        config: everything that is not searched, where `settings.method` does not say it.
+        config: the method and its other settings, if `settings.method` does not name it.
         image_size: by default the model's own.
         progress: called after every trial. KeyboardInterrupt, from here or from the keyboard,
             ends the search and keeps the best so far.
-        say: told what is done, line by line.
+        say: called with each line of progress.
         changes: changes of the settings, such as `budget=0.7`.
     """
     settings = changed(settings, changes)

@@ -175,23 +175,22 @@ def compress(
     say: Say = silent,
     **changes: Any,
 ) -> CompressResult:
-    """Make a trained network smaller and faster, and measure what that gained and lost.
+    """Make a trained network faster, and measure what it gains and loses.
 
-    Converts the network, chooses where to merge on unlabelled images, fine-tunes if asked to and
-    freezes it; evaluates it against the original and the methods in `compare` on the same labelled
-    images, and times them. Ctrl-C stops, and keeps what is done. The network that was given stays
-    as it is.
+    Converts the network, chooses where to merge on images without labels, tunes it if asked to, and
+    freezes it. Then evaluates and times it, the original and the methods in `compare` on the same
+    labelled images. Ctrl-C stops it and keeps what is done. The given network is not changed.
 
     Args:
         model: a network or its name.
         data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
         settings: how to merge, what to choose on images, and what to measure.
-        folder: gets the network as soon as there is one, and what fine-tuning leaves; `save` the
-            result for all the rest.
+        folder: where the network is saved as soon as there is one, and where fine-tuning writes;
+            `save` the result for everything else.
         name: what the report calls the network.
         weights: what the report says about its weights.
-        command: what the report says repeats the run; by default this call.
-        say: told what is done, line by line.
+        command: how the report says to repeat the run; by default this call.
+        say: called with each line of progress.
         changes: changes of the settings, such as `ratio=0.5`.
     """
     settings = changed(settings, changes)

@@ -52,7 +52,7 @@ def embed(
         output: folder for part-00000.parquet and so on, and metrics.json at the end.
         settings: what is written, how images are prepared, and who does the work.
         overwrite: replace the files of another run.
-        say: told what is done, line by line.
+        say: called with each line of progress.
         changes: fields of the settings to change, such as `batch_size=256`.
     """
     settings = changed(settings, changes)

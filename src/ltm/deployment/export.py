@@ -172,13 +172,13 @@ def export(
     say: Say = silent,
     **changes: Any,
 ) -> ExportResult:
-    """Write a network as files that other programs run, and that provably say the same.
+    """Write a network as files that other programs run, and check that they say the same.
 
     Args:
         model: a network, a saved folder, a timm name, or a `ModelSource`.
         folder: where the files go, and metrics.json.
-        settings: what to write, and on which images to prove it.
-        say: told what is done, line by line.
+        settings: what to write, and which images to check it on.
+        say: called with each line of progress.
         changes: fields of the settings to change, such as `formats=("onnx", "program")`.
     """
     settings, folder = changed(settings, changes), Path(folder)

@@ -49,7 +49,7 @@ Write = Callable[["Prediction"], None]
 
 
 class Predictions:
-    """Predictions of a model, one for each image, made while they are iterated over or saved.
+    """Predictions of a model, one per image, made as you iterate over them or save them.
 
     Memory does not grow with the number of images.
     """
@@ -126,8 +126,8 @@ def predict(
             `ModelSource`.
         images: images, folders (sorted by path), .zip archives, tar shards, Parquet files,
             `hf:NAME`, text files of paths (.txt), and - for paths from standard input.
-        settings: how images are prepared, and what is said about them.
-        say: told what is done, line by line.
+        settings: how images are prepared, and what is written about them.
+        say: called with each line of progress.
         changes: fields of the settings to change, such as `top=1`.
     """
     settings = changed(settings, changes)

@@ -120,7 +120,7 @@ def train_detector(
         output: folder of the run; without one, nothing is kept but the result.
         resume: "auto" continues from the last complete checkpoint in `output`, if there is one.
         overwrite: start over in a folder that holds a run.
-        say: told what happens, line by line.
+        say: called with each line of progress.
         changes: changes of the settings by the names of the options, such as `epochs=5`.
     """
     if isinstance(settings, str):

@@ -116,18 +116,18 @@ def benchmark(
     say: Say = silent,
     **changes: Any,
 ) -> BenchmarkResult:
-    """Time networks, merged and untouched, in interleaved rounds on this machine.
+    """Measure how much faster merging is on this machine, in interleaved rounds.
 
     Args:
-        models: networks, saved folders, `ModelSource`s, or timm names, which mean untrained
-            networks. One that merges already is compared with itself without merging.
+        models: networks, saved folders, `ModelSource`s, or timm names (with random weights). A
+            network that merges already is compared with itself without merging.
         methods: words such as `"tome,ltm:ratio=0.5"`, values such as `ltm.ToMe(ratio=0.5)`, or
             several of them; by default tome and ltm.
         settings: what is timed, and how.
         folder: for metrics.json and table.md, written after every comparison.
-        resume: add to the results in the folder, without those that it holds already.
+        resume: add to the results in the folder; what was measured is not measured again.
         overwrite: replace the results in the folder.
-        say: is told every row as it comes.
+        say: called with every row as it is measured.
         changes: fields of the settings to change, such as `batch_sizes=(1, 128)`.
     """
     settings = changed(settings, changes)

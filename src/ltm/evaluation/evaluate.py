@@ -90,16 +90,16 @@ def evaluate(
     say: Say = silent,
     **changes: Any,
 ) -> EvaluateResult:
-    """Measure accuracy, cost and information bottleneck of a network, merged and untouched.
+    """Compare the accuracy and cost of methods on the same images.
 
-    All networks see the same images, so differences are paired. Processes that torchrun started
-    share the images, and all get the same result. Ctrl-C stops, and keeps the images seen so far.
+    Differences are paired, image by image. Processes started by torchrun share the images, and all
+    get the same result. Ctrl-C stops it and keeps the images seen so far.
 
     Args:
-        model: a network or its name; one that merges is measured against itself without merging.
+        model: a network or its name; one that merges is compared with itself without merging.
         data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
         settings: what is compared, and on which images.
-        say: told what is done, line by line.
+        say: called with each line of progress.
         changes: changes of the settings, such as `methods=("tome",)`.
     """
     settings = changed(settings, changes)

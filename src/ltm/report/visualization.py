@@ -78,12 +78,12 @@ def visualize(
     settings: VisualizeSettings = VisualizeSettings(),
     **changes: Any,
 ) -> VisualizeResult:
-    """Draw merge weights as heatmaps, and which patches became one token.
+    """Draw which patches merge into which token, and with which weights.
 
     Args:
         model: a network, a saved folder, a timm name, or a `ModelSource`. One that merges already
             is drawn with its own method and schedule.
-        images: images, image files, and folders of them; generated pictures where there are none.
+        images: images, image files and folders; generated pictures if there are none.
         settings: what is drawn.
         changes: fields of the settings to change, such as `sites="all"`.
     """

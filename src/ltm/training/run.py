@@ -46,7 +46,7 @@ _RESULTS = ("metrics.json", "model/config.json", "results.json", "curves.png", "
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TrainResult:
-    """What a run leaves: the network in evaluation mode, its numbers, and every epoch."""
+    """The result of a run: the network in evaluation mode, its metrics, and every epoch."""
 
     model: nn.Module
     metrics: dict[str, Any]
@@ -97,14 +97,14 @@ def train(
     Args:
         model: timm's name of a network; or a network, which is trained in place; or a
             `ModelSource`. By default what the settings name.
-        data: where labelled images are, or `Splits` of one's own; by default what the settings say.
+        data: where labelled images are, or your own `Splits`; by default what the settings say.
         settings: all settings, or the name of a recipe; by default the recipe of the model.
-        output: folder of the run; without one, nothing is kept but the result.
+        output: folder of the run; without one, only the result is kept.
         resume: "auto" continues from the last complete checkpoint in `output`, if there is one.
         overwrite: start over in a folder that holds a run.
-        say: told what happens, line by line.
-        changes: changes of the settings by the names of the options, such as `epochs=5`; a group
-            such as `augment={"mixup": 0.2}` changes as a whole.
+        say: called with each line of progress.
+        changes: settings to change, named as the options, such as `epochs=5`, or a whole group,
+            such as `augment={"mixup": 0.2}`.
     """
     task = _task(SCRATCH, model, data, settings, changes)
     return run_task(task, output, resume=resume, overwrite=overwrite, say=say)
@@ -121,7 +121,7 @@ def finetune(
     say: Say = silent,
     **changes: Any,
 ) -> TrainResult:
-    """Make a pretrained classifier merge tokens, and train its mask modules, all else frozen.
+    """Convert a pretrained classifier and train its mask modules; everything else stays frozen.
 
     As `train`, with other recipes: a name means timm's own weights, and `model` may also be a
     folder that ltm wrote. `unfreeze=("head.*",)` and `lora_rank=8` train more. With

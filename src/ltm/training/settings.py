@@ -26,12 +26,13 @@ class ModelSettings:
     name: str = field(default="vit_tiny_patch16_224", metadata={"option": "model"})
     """Name of a timm model."""
     pretrained: bool = False
-    """Start from timm's published weights (needs a network)."""
+    """Start from timm's pretrained weights, which are downloaded."""
     weights: str | None = None
-    """Start from a local file in timm's keys, or from a folder that ltm wrote."""
+    """Start from a file with timm's keys, or from a folder that ltm wrote."""
     num_classes: int | None = None
-    """Must be what the data have, and is by default; a head of another size starts anew.
-    Without it, folders named by class index (0000, 0001) keep the head of the weights."""
+    """Number of classes; by default that of the data, and it must match them. A head of another
+    size is made anew. If it is not given, folders named by class index (0000, 0001) keep the head
+    of the weights."""
     model_args: tuple[str, ...] = ()
     """Arguments of the timm model, name=value, such as img_size=64 depth=4."""
     drop_path: float = 0.0
@@ -40,7 +41,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MergingSettings:
-    """How tokens are merged; `counts` among the options go before per_block, that before ratio."""
+    """How tokens are merged. `counts` in the options wins over per_block, and that over ratio."""
 
     method: str = "ltm"
     """Name of a method (ltm, tome, ...), or none to train the network as it is."""
@@ -51,7 +52,7 @@ class MergingSettings:
     method_options: tuple[str, ...] = ()
     """Further settings of the method, name=value, such as support=learned labels=true."""
     warm_epochs: int = 0
-    """First epochs, in which nothing is merged."""
+    """Epochs at the start in which nothing merges."""
     noise: float = 1.0
     """Initial scale of the noise on learned supports; it falls to 0 over the merging epochs."""
 
@@ -61,10 +62,10 @@ class MergeSettings(MergingSettings):
     """How tokens are merged, and what class statistics come from."""
 
     statistics: Literal["auto", "epoch", "pass"] = "auto"
-    """Class statistics from the epoch's own batches, or from a pass over clean images after it;
-    auto takes the epoch unless batches are mixed."""
+    """Where class statistics come from: the epoch's own batches, or a pass over clean images after
+    it. auto uses the epoch unless batches are mixed."""
     statistics_images: int = 20000
-    """Images of a pass for class statistics, and of the one before the first merging epoch."""
+    """Images in a pass for class statistics; the first comes before the first merging epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +73,11 @@ class TuneSettings:
     """Which parameters train."""
 
     trainable: Literal["all", "mergers", "norms", "biases", "lora"] = "all"
-    """Everything; or the mask modules alone, normalisation layers left as they are; or with them
-    the normalisation layers (norms), those and all biases (biases), or LoRA adapters, of rank 8
-    unless lora_rank says so (lora)."""
+    """What trains: everything (all); only the mask modules (mergers); or mask modules together with
+    normalisation layers (norms), with those and all biases (biases), or with LoRA adapters, of rank
+    8 unless lora_rank says otherwise (lora)."""
     unfreeze: tuple[str, ...] = ()
-    """Patterns of further parameters that train, such as head.* or blocks.11.*"""
+    """Patterns of other parameters to train, such as head.* or blocks.11.*"""
     lora_rank: int = 0
     """Rank of LoRA adapters (peft); 0 for none."""
     lora_alpha: float = 16.0
@@ -101,7 +102,7 @@ class OptimSettings:
     lr: float = 1e-3
     """Largest learning rate, at a total batch of reference_batch."""
     reference_batch: int = 0
-    """Total batch that lr is meant for; it scales with the batch. 0: lr is taken as it is."""
+    """Total batch that lr is meant for; lr scales with the batch. 0: lr is not scaled."""
     merger_lr: float | None = None
     """Learning rate of mask modules; by default lr."""
     weight_decay: float = 0.05
@@ -111,15 +112,15 @@ class OptimSettings:
     schedule: Literal["cosine", "constant"] = "cosine"
     """How the learning rate falls."""
     lr_warmup_epochs: float = 0.0
-    """Epochs over which the learning rate rises; parts of an epoch count."""
+    """Epochs over which the learning rate rises; may be a fraction."""
     min_lr: float = 1e-5
-    """Least learning rate, as long as it is below lr."""
+    """Lowest learning rate, if it is below lr."""
     clip: float = 0.0
     """Largest norm of the gradient; 0 for no clipping."""
     accumulate: int = 1
     """Batches per update."""
     ema: float = 0.0
-    """Decay of averaged weights, which are then the ones evaluated and kept; 0 for none."""
+    """Decay of averaged weights, which are then evaluated and kept; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class ObjectiveSettings:
     bound_weight: float = 0.0
     """Weight of the information-bottleneck bound IBB, averaged over the sites."""
     teacher: Literal["none", "self"] = "none"
-    """self: the network as it was before training, without merging, teaches; labels are not used.
+    """self: the network before training, without merging, is the teacher, and labels are not used.
     The loss is the KL divergence from its outputs, at distill_temperature."""
     feature_weight: float = 0.0
     """With teacher=self: weight of the distance between both networks' class tokens after every
@@ -145,11 +146,11 @@ class RunSettings:
     """Where and how it runs."""
 
     seed: int = 0
-    """Decides initial weights, order, augmentation and noise."""
+    """Seed of initial weights, order, augmentation and noise."""
     device: str = "auto"
     """Accelerator: auto, cpu, cuda, cuda:N for one of several, or mps."""
     devices: int = 1
-    """Processes on this machine; torchrun's own number where it starts them."""
+    """Processes on this machine; with torchrun, the number that it starts."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """Several processes: copies of the model (ddp) or shards of it (fsdp)."""
     precision: Literal["32", "bf16", "16"] = "32"
@@ -159,9 +160,9 @@ class RunSettings:
     grad_checkpointing: bool = False
     """Trade time for memory."""
     channels_last: bool = False
-    """Keep maps with their channels last: convolutional networks train faster on GPUs so."""
+    """Use the channels-last memory layout, which is faster for convolutions on GPUs."""
     keep_every: int = 0
-    """Keep each n-th checkpoint besides the best and the last two; 0 for none."""
+    """Also keep every n-th checkpoint, besides the best and the last two; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

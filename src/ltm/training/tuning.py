@@ -51,8 +51,8 @@ def tune_(
         images: what to tune on.
         length: a time or epochs, such as "60s", "5m" or "3 epochs".
         trainable: what trains: mergers, norms, biases, lora or all.
-        output: folder of the run; without one, nothing is kept but the result.
-        say: told what happens, line by line.
+        output: folder of the run; without one, only the result is kept.
+        say: called with each line of progress.
         changes: changes of the settings, as `ltm.finetune` takes them.
     """
     length = Length.read(length) if isinstance(length, str) else length
