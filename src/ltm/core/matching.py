@@ -22,6 +22,7 @@ alternate matching; z tokens, m sizes, a attention received.
 # ruff: noqa: ARG001, PLR0917 - operators take their arguments in order, and shapes need few
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,8 +33,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ltm.core.mask_gradient import Step, step_flops, weigh
-from ltm.core.merge import MatchedMerge, token_sizes
-from ltm.kernels.dispatch import is_recorded, operator, uses_triton
+from ltm.core.merge import MatchedMerge, rows_at, token_sizes
+from ltm.kernels.dispatch import is_recorded, operator, uses_triton, widen
 
 _LEAST_SHARE = 1e-4
 """Attention below this part of an even share counts as this much, so that no weight vanishes."""
@@ -148,8 +149,8 @@ def match_least_harm(
     alternate = rule.alternate and rule.num_leaving <= num_patches // 2
     find = _least_harm_alternate if alternate else _least_harm_free
     size, attention = (None if x is None else x[:, k:].detach() for x in (size, attention))
-    patches = tokens[:, k:].detach()
-    return _with_prefix(*find(patches, size, attention, rule), rule.num_leaving, k)
+    chosen, goes = find(tokens[:, k:].detach(), size, attention, rule)
+    return _match_of(chosen + k, goes + k, tokens.shape[1], k)
 
 
 def match_unimportant(
@@ -159,11 +160,17 @@ def match_unimportant(
 
     For spreading merged tokens back, each belongs to the token that stays before it.
     """
-    leaves = _marked(attention, _smallest(attention, num_leaving))
+    leaves = _marked(_smallest(attention, num_leaving), attention.shape[1])
     # In order, a token that leaves has the place of the last one that stayed before it.
     itself = torch.arange(leaves.shape[1], device=leaves.device)
     first = (~leaves).float().argmax(dim=1, keepdim=True)
-    return _with_prefix(leaves, torch.maximum(itself, first), num_leaving, num_prefix)
+    pad, target = torch.nn.functional.pad, torch.maximum(itself, first)
+    return Match(
+        leaves=pad(leaves, (num_prefix, 0)),
+        target=pad(target + num_prefix, (num_prefix, 0)),
+        num_leaving=num_leaving,
+        num_prefix=num_prefix,
+    )
 
 
 def by_attention(
@@ -206,8 +213,7 @@ def _apart(first: Tensor, own: Tensor, second: Tensor, theirs: Tensor) -> Tensor
     """Squared distances of tokens whose squared lengths are known."""
     product = first @ second.mT
     apart = (own[:, :, None] + theirs[:, None]).to(product.dtype).sub(product, alpha=2)
-    # What is not finite is far from everything, but not as far as what is closed.
-    return _finite_or(apart, torch.finfo(apart.dtype).max)
+    return _finite_or(apart)
 
 
 def _tiles(x: Tensor | None, num_rows: int, num_columns: int) -> list[slice]:
@@ -238,52 +244,66 @@ def _per_row(tiles: list[slice], find: Callable[[slice], Tensor]) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
-def _finite_or(x: Tensor, value: float) -> Tensor:
-    """Another value for NaN and infinity; recorded graphs, which are checked, do without."""
+def _finite_or(x: Tensor, value: float | None = None) -> Tensor:
+    """Another value for NaN and infinity; recorded graphs, which are checked, do without.
+
+    By default they are far from everything, but not as far as what is closed.
+    """
+    value = torch.finfo(x.dtype).max if value is None else value
     return x if is_recorded() else x.nan_to_num(value, value, value)
 
 
 def _least_harm_free(
     tokens: Tensor, size: Tensor | None, attention: Tensor | None, rule: Rule
-) -> tuple[Bool[Tensor, "b n"], Int[Tensor, "b n"]]:
+) -> tuple[Int[Tensor, "b r"], Int[Tensor, "b r"]]:
+    """Who leaves, and where to. Of two alike the one that receives less attention leaves.
+
+    So tokens are compared in the order of their attention, each with those after it.
+    """
+    order = None if attention is None else _ascending(attention)
+    if attention is not None and order is not None:
+        tokens, given = rows_at(tokens, order), (size, attention)
+        size, attention = (
+            None if x is None else x.expand_as(order).gather(1, order) for x in given
+        )
     unit = _centred(tokens)
     squares, tiles = _squares(unit), _tiles(unit, unit.shape[1], unit.shape[1])
-    whole = _apart(unit, squares, unit, squares) if len(tiles) == 1 else None
-    # Of two alike the one that matters less leaves, so that they do not leave to each other.
-    rank = torch.arange(unit.shape[1], device=unit.device)[None]
-    if attention is not None:
-        rank = attention.argsort(dim=1, stable=True).argsort(dim=1)
+    # Nothing goes to a token that stands for nothing (padding).
+    theirs = squares if size is None else squares.masked_fill(size <= 0, torch.inf)
+    inverse = None if size is None else 0.5 / size.clamp_min(1e-6)
+
+    def apart(first: Float[Tensor, "b rows c"]) -> Float[Tensor, "b rows n"]:
+        """Squared distances to all tokens, less the squared length of the first."""
+        return torch.baddbmm(theirs[:, None].to(first.dtype), first, unit.mT, alpha=-2)
 
     def least(rows: slice) -> Float[Tensor, "b rows"]:
-        distance = whole
-        if distance is None:
-            distance = _apart(unit[:, rows], squares[:, rows], unit, squares)
-        closed = _absent(rank[:, rows, None] >= rank[:, None, :], size)
-        cost = distance if size is None else distance * _ward(size[:, rows], size)
-        return cost.masked_fill(closed, torch.inf).amin(dim=-1)
+        distance = apart(unit[:, rows]) if whole is None else whole
+        # Sums: filling by a mask is many times slower on a processor.
+        before = torch.full(distance.shape[1:], torch.inf, device=unit.device).tril(rows.start)
+        if inverse is None:
+            return (distance + before).amin(dim=-1) + squares[:, rows]
+        ward = inverse[:, rows, None] + inverse[:, None]  # (m_i + m_j) / (2 m_i m_j)
+        return ((distance + squares[:, rows, None]) / ward + before).amin(dim=-1)
 
+    whole = apart(unit) if len(tiles) == 1 else None
     seen = _seen(_per_row(tiles, least), attention, rule.protection)
     if size is not None:
         seen = seen.masked_fill(size <= 0, 0)  # what is not there leaves first
     chosen = _smallest(seen, rule.num_leaving)
-    leaves = _marked(seen, chosen)
-    closed = _absent(leaves[:, None], size)
-    if whole is not None:
-        return leaves, whole.masked_fill(closed, torch.inf).argmin(dim=-1)
-    leaving = unit.gather(1, chosen[..., None].expand(-1, -1, unit.shape[2]))
-    own = squares.gather(1, chosen)
+    closed = torch.zeros_like(seen).masked_fill(_marked(chosen, seen.shape[1]), torch.inf)
+    leaving = rows_at(unit if whole is None else whole, chosen)
 
     def nearest(rows: slice) -> Int[Tensor, "b rows"]:
-        distance = _apart(leaving[:, rows], own[:, rows], unit, squares)
-        return distance.masked_fill(closed, torch.inf).argmin(dim=-1)
+        distance = apart(leaving[:, rows]) if whole is None else leaving[:, rows]
+        return (_finite_or(distance) + closed[:, None]).argmin(dim=-1)
 
-    found = _per_row(_tiles(unit, rule.num_leaving, unit.shape[1]), nearest)
-    return leaves, torch.zeros_like(leaves, dtype=found.dtype).scatter(1, chosen, found)
+    goes = _per_row(_tiles(unit, rule.num_leaving, unit.shape[1]), nearest)
+    return (chosen, goes) if order is None else (order.gather(1, chosen), order.gather(1, goes))
 
 
 def _least_harm_alternate(
     tokens: Tensor, size: Tensor | None, attention: Tensor | None, rule: Rule
-) -> tuple[Bool[Tensor, "b n"], Int[Tensor, "b n"]]:
+) -> tuple[Int[Tensor, "b r"], Int[Tensor, "b r"]]:
     unit = _centred(tokens)
     (first, second), (own, theirs) = ((x[:, ::2], x[:, 1::2]) for x in (unit, _squares(unit)))
     sizes = None if size is None else (size[:, ::2], size[:, 1::2])
@@ -297,17 +317,18 @@ def _least_harm_alternate(
 
     cost, partner = _best_per_row(_tiles(unit, first.shape[1], second.shape[1]), best)
     even = None if attention is None else attention[:, ::2]
-    seen = _seen(cost, even, rule.protection)
-    chosen = _marked(seen, _smallest(seen, rule.num_leaving))
-    leaves = torch.zeros(unit.shape[:2], dtype=torch.bool, device=unit.device)
-    target = torch.zeros(unit.shape[:2], dtype=partner.dtype, device=unit.device)
-    leaves[:, ::2], target[:, ::2] = chosen, 2 * partner + 1
-    return leaves, target
+    chosen = _smallest(_seen(cost, even, rule.protection), rule.num_leaving)
+    return 2 * chosen, 2 * partner.gather(1, chosen) + 1
 
 
 def _centred(tokens: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
-    """Tokens about their mean, at a common scale: the same order of distances, exact in half."""
+    """Tokens about their mean, in half precision at a common scale: the order of distances stays.
+
+    What is not finite is no part of the mean.
+    """
     apart = tokens - _finite_or(tokens, 0.0).mean(dim=1, keepdim=True)
+    if widen(tokens) is tokens:
+        return apart
     squares = _finite_or(apart.float().square().sum(-1), 0.0)
     scale = squares.mean(dim=1).clamp_min(1e-12).rsqrt()
     return apart * scale[:, None, None].to(tokens.dtype)
@@ -317,11 +338,6 @@ def _ward(first: Float[Tensor, "b f"], second: Float[Tensor, "b s"]) -> Float[Te
     """`m_i m_j / (m_i + m_j)`, twice: 1 where all sizes are one."""
     first, second = first[:, :, None], second[:, None]
     return 2 * first * second / (first + second).clamp_min(1e-6)
-
-
-def _absent(closed: Bool[Tensor, "_ _ s"], size: Float[Tensor, "b s"] | None) -> Tensor:
-    """Where nothing may go: nor to a token that stands for nothing (padding)."""
-    return closed if size is None else closed | (size <= 0)[:, None]
 
 
 def _seen(
@@ -338,16 +354,44 @@ def _smallest(values: Float[Tensor, "b n"], number: int) -> Int[Tensor, "b r"]:
     return values.topk(number, dim=1, largest=False).indices
 
 
-def _marked(values: Float[Tensor, "b n"], chosen: Int[Tensor, "b r"]) -> Bool[Tensor, "b n"]:
-    return torch.zeros_like(values, dtype=torch.bool).scatter(1, chosen, 1)
+def _ascending(values: Float[Tensor, "b n"]) -> Int[Tensor, "b n"]:
+    """The order from small to large; of equals the first comes first.
+
+    In ONNX that is TopK, which TensorRT takes with a constant K alone.
+    """
+    if is_recorded():
+        return values.topk(values.shape[1], dim=1, largest=False).indices
+    return values.argsort(dim=1, stable=True)
 
 
-def _with_prefix(leaves: Tensor, target: Tensor, num_leaving: int, num_prefix: int) -> Match:
-    pad = torch.nn.functional.pad
+def _chosen_at(chosen: Int[Tensor, "b r"], num: int) -> Bool[Tensor, "b r n"]:
+    """Which token each of the chosen is: for exported graphs, since TensorRT scatters nothing."""
+    return chosen[..., None] == torch.arange(num, device=chosen.device)
+
+
+def _marked(chosen: Int[Tensor, "b r"], num: int) -> Bool[Tensor, "b n"]:
+    """True for those that are chosen."""
+    if is_recorded():
+        return _chosen_at(chosen, num).any(dim=1)
+    none = torch.zeros(chosen.shape[0], num, dtype=torch.bool, device=chosen.device)
+    return none.scatter(1, chosen, True)
+
+
+def _put(values: Int[Tensor, "b r"], chosen: Int[Tensor, "b r"], num: int) -> Int[Tensor, "b n"]:
+    """The values of those that are chosen; zero for the others."""
+    if is_recorded():
+        return (values.float()[:, None] @ _chosen_at(chosen, num).float())[:, 0].long()
+    return values.new_zeros(values.shape[0], num).scatter(1, chosen, values)
+
+
+def _match_of(
+    chosen: Int[Tensor, "b r"], goes: Int[Tensor, "b r"], num_tokens: int, num_prefix: int
+) -> Match:
+    """The match in which the chosen tokens leave to others."""
     return Match(
-        leaves=pad(leaves, (num_prefix, 0)),
-        target=pad(target + num_prefix, (num_prefix, 0)),
-        num_leaving=num_leaving,
+        leaves=_marked(chosen, num_tokens),
+        target=_put(goes, chosen, num_tokens),
+        num_leaving=chosen.shape[1],
         num_prefix=num_prefix,
     )
 
@@ -398,20 +442,14 @@ def match_alternate(
             f"can remove at most {allowed}."
         )
     best, partner = alternate_sides(metric, num_prefix)
-    leaves = torch.zeros(metric.shape[:2], dtype=torch.bool, device=metric.device)
-    target = torch.zeros(metric.shape[:2], dtype=partner.dtype, device=metric.device)
-    target[:, ::2] = partner
-    rank = None
     if num_prefix:
-        chosen = best.topk(num_leaving, dim=1).indices
-        leaves[:, ::2] = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, 1)
+        chosen, rank = best.topk(num_leaving, dim=1).indices, None
     else:
-        rank = torch.zeros_like(target)
-        rank[:, ::2] = best.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        leaves[:, ::2] = rank[:, ::2] < num_leaving
-    return Match(
-        leaves=leaves, target=target, num_leaving=num_leaving, num_prefix=num_prefix, rank=rank
-    )
+        order = _ascending(-best)
+        rank, chosen = _ascending(order.float()), order[:, :num_leaving]
+        rank = torch.stack([rank, rank], dim=2).flatten(1)[:, :num_tokens]
+    found = _match_of(2 * chosen, partner.gather(1, chosen), num_tokens, num_prefix)
+    return dataclasses.replace(found, rank=rank)
 
 
 def match_most_similar(
@@ -462,7 +500,7 @@ def match_freely(
 
     best = _per_row(tiles, redundancy)
     best[:, :num_prefix] = -torch.inf
-    leaves = _marked(best, best.topk(num_leaving, dim=1).indices)
+    leaves = _marked(best.topk(num_leaving, dim=1).indices, num_tokens)
 
     def nearest(rows: slice) -> Int[Tensor, "b rows"]:
         scores = similarity(rows) if whole is None else whole

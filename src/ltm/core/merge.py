@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ltm.kernels.dispatch import is_map, operator, uses_triton
+from ltm.kernels.dispatch import is_map, is_recorded, operator, uses_triton
 
 _MAX_SIDE = 64
 """Wider grids are not merged row by row."""
@@ -146,21 +147,25 @@ class MatchedMerge(Merge):
                 x, self.weight, size, values, *self.order, self.keep_norm
             )
             return Merged(merged, sizes, None if values is None else means)
-        merged = self.average(x)
-        if self.keep_norm:
-            norm = _length(x) * (self.weight > 0)
-            largest = norm.new_zeros(x.shape[0], self.num_places)
-            largest = largest.scatter_reduce(1, self.assignment, norm, "amax")
-            factor = largest / _length(merged).clamp_min(_TINY)
-            merged = merged * factor[..., None].to(x.dtype)
         if size is None:
             size = x.new_ones(1, x.shape[1], dtype=torch.float32)
-        return Merged(merged, self.sizes(size), None if values is None else self.hand_on(values))
+        total, sizes = self._add(torch.stack([self.weight, self._counted(size)], -1)).unbind(-1)
+        share = self._share(total)
+        merged = self._add(x * share[..., None].to(x.dtype))
+        if self.keep_norm:
+            norm = self._largest(_length(x) * (self.weight > 0))
+            factor = norm / _length(merged).clamp_min(_TINY)
+            merged = merged * factor[..., None].to(x.dtype)
+        if values is None:
+            return Merged(merged, sizes, None)
+        k = self.num_prefix
+        whole = torch.nn.functional.pad(values, (k, 0)) if k else values
+        return Merged(merged, sizes, self._add((whole * share)[..., None])[:, k:, 0])
 
     def average(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         """Weighted means; who is alone in its group stays exactly as it is."""
-        total = self._total().gather(1, self.assignment[..., None])
-        return self._add(x * (self.weight[..., None] / total).to(x.dtype))
+        total = self._add(self.weight[..., None])[..., 0]
+        return self._add(x * self._share(total)[..., None].to(x.dtype))
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         return y.gather(1, self.assignment[..., None].expand(-1, -1, y.shape[-1]))
@@ -168,13 +173,13 @@ class MatchedMerge(Merge):
     def weights(self) -> Float[Tensor, "b n p"]:
         places = torch.arange(self.num_places, device=self.assignment.device)
         chosen = self.assignment[..., None] == places
-        mask = chosen * (self.weight[..., None] / self._total().mT)
+        total = self._add(self.weight[..., None])[..., 0]
+        mask = chosen * self._share(total)[..., None]
         return mask[:, self.num_prefix :, self.num_prefix :]
 
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "b kp"]:
         """Sums of sizes, without those of tokens that are pruned."""
-        counted = size.expand(self.assignment.shape[0], -1) * (self.weight > 0)
-        return self._add(counted[..., None])[..., 0]
+        return self._add(self._counted(size)[..., None])[..., 0]
 
     def kept(self) -> Int[Tensor, "b kp"]:
         """The token of each group that stayed."""
@@ -183,25 +188,63 @@ class MatchedMerge(Merge):
         if self.leaves is None:
             return super().kept()
         itself = torch.arange(self.assignment.shape[1], device=self.assignment.device)
+        if is_recorded():
+            stayed = self._groups * ~self.leaves[:, None]
+            least = torch.arange(self.num_places, device=itself.device).clamp_max(self.num_prefix)
+            return torch.maximum((stayed * itself).amax(dim=-1).long(), least)
         # Tokens that leave all write to one place more, which is cut off. Where nobody stayed there
         # is padding, and any patch will do.
         place = self.assignment.masked_fill(self.leaves, self.num_places)
         found = place.new_full((place.shape[0], self.num_places + 1), self.num_prefix)
         return found.scatter(1, place, itself.expand_as(place))[:, :-1]
 
-    def _total(self) -> Float[Tensor, "b kp 1"]:
-        """The weight of each group."""
-        return self._add(self.weight[..., None]).clamp_min(_TINY)
+    def _counted(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "b kn"]:
+        """Sizes of the tokens that are not pruned."""
+        return size * (self.weight > 0)
+
+    def _share(self, total: Float[Tensor, "b kp"]) -> Float[Tensor, "b kn"]:
+        """Each token's part of its group's weight."""
+        return self.weight / total.clamp_min(_TINY).gather(1, self.assignment)
+
+    @cached_property
+    def _groups(self) -> Float[Tensor, "b kp kn"]:
+        """One where a token goes to a place, else zero."""
+        places = torch.arange(self.num_places, device=self.assignment.device)
+        return (self.assignment[:, None] == places[:, None]).float()
+
+    @cached_property
+    def _rows(self) -> Int[Tensor, "rows"]:
+        """The places of the tokens of all images, one image after the other."""
+        return _one_after_the_other(self.assignment, self.num_places)
 
     def _add(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         """Sums over the groups."""
-        if x.is_cuda and self.num_places < x.shape[-1]:
-            # One product of a 0/1 matrix: many times faster than scattering on a GPU. Of long
-            # sequences the matrix would be larger than the tokens.
-            places = torch.arange(self.num_places, device=x.device)
-            return (self.assignment[:, None] == places[:, None]).to(x.dtype) @ x
-        index = self.assignment[..., None].expand(-1, -1, x.shape[-1])
-        return x.new_zeros(x.shape[0], self.num_places, x.shape[-1]).scatter_add(1, index, x)
+        b, _, c = x.shape
+        if is_recorded() or (x.is_cuda and self.num_places < c):
+            # One product of a 0/1 matrix: many times faster than adding up on a GPU, and TensorRT
+            # does not scatter. Of long sequences the matrix would be larger than the tokens.
+            return self._groups.to(x.dtype) @ x
+        sums = x.new_zeros(b * self.num_places, c).index_add(0, self._rows, x.reshape(-1, c))
+        return sums.view(b, self.num_places, c)
+
+    def _largest(self, values: Float[Tensor, "b kn"]) -> Float[Tensor, "b kp"]:
+        """The largest value of each group; none is negative."""
+        if is_recorded():
+            return (self._groups * values[:, None]).amax(dim=-1)
+        none = values.new_zeros(values.shape[0], self.num_places)
+        return none.scatter_reduce(1, self.assignment, values, "amax")
+
+
+def rows_at(x: Float[Tensor, "b n c"], index: Int[Tensor, "b r"]) -> Float[Tensor, "b r c"]:
+    """Rows of every image: many times faster on a processor than `gather`."""
+    rows = _one_after_the_other(index, x.shape[1])
+    return x.reshape(-1, x.shape[2]).index_select(0, rows).view(*index.shape, x.shape[2])
+
+
+def _one_after_the_other(index: Int[Tensor, "b r"], length: int) -> Int[Tensor, "rows"]:
+    """Indices into sequences of a length as indices into all of them in a row."""
+    start = torch.arange(index.shape[0], device=index.device)[:, None] * length
+    return (index + start).reshape(-1)
 
 
 def row_normalise(mask: Tensor) -> Tensor:
