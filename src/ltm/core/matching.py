@@ -415,13 +415,18 @@ def alternate_sides(
     even_prefix, odd_prefix = (num_prefix + 1) // 2, num_prefix // 2
 
     def most_similar(rows: slice) -> tuple[Tensor, Tensor]:
-        scores = first[:, rows] @ second.mT
-        scores[:, :, :odd_prefix] = -torch.inf
-        return scores.max(dim=-1)
+        return _without_first(first[:, rows] @ second.mT, odd_prefix).max(dim=-1)
 
     best, partner = _best_per_row(_tiles(unit, first.shape[1], second.shape[1]), most_similar)
-    best[:, :even_prefix] = -torch.inf
-    return best, 2 * partner + 1
+    return _without_first(best, even_prefix), 2 * partner + 1
+
+
+def _without_first(scores: Float[Tensor, "... n"], number: int) -> Float[Tensor, "... n"]:
+    """Scores with the first so low that nobody takes them."""
+    if number == 0:
+        return scores
+    place = torch.arange(scores.shape[-1], device=scores.device)
+    return scores.masked_fill(place < number, -torch.inf)
 
 
 def match_alternate(
@@ -488,9 +493,7 @@ def match_freely(
     )
 
     def similarity(rows: slice) -> Float[Tensor, "b rows t"]:
-        scores = unit[:, rows] @ unit.mT
-        scores[:, :, :num_prefix] = -torch.inf
-        return scores
+        return _without_first(unit[:, rows] @ unit.mT, num_prefix)
 
     whole = similarity(tiles[0]) if len(tiles) == 1 else None
 
@@ -498,8 +501,7 @@ def match_freely(
         scores = similarity(rows) if whole is None else whole
         return scores.masked_fill(place[rows, None] >= place, -2.0).amax(dim=-1)
 
-    best = _per_row(tiles, redundancy)
-    best[:, :num_prefix] = -torch.inf
+    best = _without_first(_per_row(tiles, redundancy), num_prefix)
     leaves = _marked(best.topk(num_leaving, dim=1).indices, num_tokens)
 
     def nearest(rows: slice) -> Int[Tensor, "b rows"]:
