@@ -22,7 +22,6 @@ from ltm.cli import main
 from ltm.data.sources import find_parts
 from ltm.deployment.export import Export
 from ltm.deployment.tables import Tables
-from ltm.evaluation.modes import OnnxModel
 from many import encoded, pixels, save_network, write_shard, write_shards
 
 pytestmark = pytest.mark.slow
@@ -104,8 +103,6 @@ def test_an_onnx_file_answers_as_its_network(exported: Export) -> None:
     inputs = (torch.from_numpy(images) / 255 - spec.mean[0]) / spec.std[0]
     with torch.no_grad():
         np.testing.assert_allclose(found, exported.model(inputs), atol=1e-3)
-    with pytest.raises(ValueError, match="has no CUDA"):
-        OnnxModel(exported.folder / "model.onnx", device=torch.device("cuda"))
 
 
 def test_dask_takes_a_predictor_into_its_partitions(network: Path) -> None:

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +18,14 @@ from torch import Tensor, nn
 import ltm
 from ltm.api.saving import telling_names
 from ltm.deployment.export import Export, Parity, ParityError, compare, require_parity
-from ltm.deployment.formats import onnx_information, save_onnx
+from ltm.deployment.formats import deployable, onnx_information, save_onnx, trace
 from ltm.deployment.information import (
     ModelInformation,
     describe,
     read_class_names,
     saved_class_names,
 )
-from ltm.evaluation.modes import OnnxModel
+from ltm.evaluation.modes import OnnxModel, onnx_providers
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +91,7 @@ def test_a_wrong_file_is_not_left_to_be_used(
         lambda *_: [Parity(batch_size=1, num_images=1, max_relative_difference=1, agreement=0)],
     )
     monkeypatch.setattr("ltm.deployment.export.save_onnx", lambda _, path, __: _touched(path))
-    monkeypatch.setattr("ltm.deployment.export.OnnxModel", lambda _: vit)
+    monkeypatch.setattr("ltm.deployment.export.OnnxModel", lambda *_, **__: vit)
     job = Export(vit, tmp_path, describe(vit))
     with pytest.raises(ParityError):
         job.write(("onnx",), images)
@@ -99,7 +103,7 @@ def test_a_file_of_another_shape_is_not_left_to_be_used(
 ) -> None:
     monkeypatch.setattr("ltm.deployment.export.save_onnx", lambda _, path, __: _touched(path))
     monkeypatch.setattr(
-        "ltm.deployment.export.OnnxModel", lambda _: lambda batch: vit(batch)[:, :3]
+        "ltm.deployment.export.OnnxModel", lambda *_, **__: lambda batch: vit(batch)[:, :3]
     )
     job = Export(vit, tmp_path, describe(vit))
     with pytest.raises(ParityError, match="instead of"):
@@ -110,6 +114,95 @@ def test_a_file_of_another_shape_is_not_left_to_be_used(
 def _touched(path: Path) -> Path:
     path.write_bytes(b"")
     return path
+
+
+def test_torch_exports_a_converted_network_by_itself(
+    vit: nn.Module, images: Tensor, tmp_path: Path, unchecked_shapes: None
+) -> None:
+    """0.1.0 sorted in a way that torch cannot translate."""
+    path = tmp_path / "plain.onnx"
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        torch.onnx.export(vit, (images,), str(path), dynamo=True, verbose=False)
+    with torch.no_grad():
+        torch.testing.assert_close(OnnxModel(path)(images), vit(images), atol=1e-5, rtol=1e-4)
+
+
+def test_more_tokens_than_can_be_sorted_are_refused(
+    vit: nn.Module, monkeypatch: pytest.MonkeyPatch, unchecked_shapes: None
+) -> None:
+    monkeypatch.setattr("ltm.deployment.formats.MAX_TOKENS", 35)
+    with pytest.raises(ValueError, match="matches 36 tokens cannot"):
+        trace(deployable(vit))
+
+
+def test_a_device_chooses_who_runs_the_file(
+    exported: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = exported.folder / "model.onnx"
+    with pytest.raises(ValueError, match="got 'gpu'; an ONNX file runs on cpu, cuda, tensorrt"):
+        OnnxModel(path, device="gpu")
+    here = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: here[1:])
+    assert onnx_providers("cpu") == [(here[2], {})]
+    assert onnx_providers("cuda:1") == [(here[1], {"device_id": 1}), (here[2], {})]
+    with pytest.raises(ValueError, match=r"tensorrt needs Tensorrt.* 'ltm\[onnx-gpu\]'"):
+        OnnxModel(path, device="tensorrt")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: here)
+    assert [name for name, _ in onnx_providers("tensorrt")] == here
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="it has CUDA"
+)
+def test_a_device_that_is_missing_is_refused_before_anything_is_traced(
+    exported: Export, vit: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="cuda needs CUDAExecutionProvider"):
+        ltm.export(vit, tmp_path / "x", device="cuda")
+    with pytest.raises(ValueError, match="cuda needs CUDAExecutionProvider"):
+        ltm.predict(exported.folder / "model.onnx", tmp_path, device="cuda")
+
+
+PACKAGE = """
+import sys, torch
+run = torch._inductor.aoti_load_package(sys.argv[1])
+images, expected = torch.load(sys.argv[2])
+for number in (1, 4, 9):
+    torch.testing.assert_close(run(images[:number]), expected[:number], atol=1e-4, rtol=1e-3)
+assert "ltm" not in sys.modules
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_package_runs_in_a_process_without_us(
+    vit: nn.Module, images: Tensor, tmp_path: Path, unchecked_shapes: None
+) -> None:
+    job = Export(vit, tmp_path, describe(vit))
+    (file,) = job.write(("aoti",), images)
+    assert file.name == "model.aoti.pt2"
+    with torch.no_grad():
+        torch.save((images, vit(images)), tmp_path / "images.pt")
+    arguments = [sys.executable, "-c", PACKAGE, str(tmp_path / file.name), tmp_path / "images.pt"]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    subprocess.run(arguments, check=True, cwd=tmp_path, env=environment)
+
+
+def test_a_package_has_a_name_of_its_own_and_is_compared(
+    vit: nn.Module, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling takes a minute: here the network stands in for its package."""
+    monkeypatch.setattr("ltm.deployment.export.trace", lambda *_: None)
+    monkeypatch.setattr("ltm.deployment.export.save_package", lambda _, path: _touched(path))
+    monkeypatch.setattr("ltm.deployment.export.PackagedModel", lambda *_: vit)
+    job = Export(vit, tmp_path, describe(vit))
+    (file,) = job.write(("aoti",), images)
+    assert file.name == "model.aoti.pt2"
+    assert [row.batch_size for row in file.parity] == [1, 3, 16]
+    assert job.write_int8("dynamic", ()) == [file]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device is available"):
+            Export(vit, tmp_path, describe(vit), device="cuda").write(("aoti",), images)
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path, exported: Export) -> None:

@@ -15,7 +15,7 @@ def export(
     output: Path = Path("runs/export"),
     overwrite: bool = False,
 ) -> None:
-    """Write a network as an ONNX, torch.export or OpenVINO file, in float or int8.
+    """Write a network as an ONNX, torch.export, AOTInductor or OpenVINO file, in float or int8.
 
     A file takes any batch size. The ONNX file holds its preprocessing and class names. Every file
     is compared with the network on images of --data, and deleted if its outputs differ. For int8

@@ -22,9 +22,11 @@ from ltm.data.loading import evaluation_loader
 from ltm.deployment.formats import (
     SUFFIXES,
     OpenVinoModel,
+    PackagedModel,
     deployable,
     save_onnx,
     save_openvino,
+    save_package,
     trace,
 )
 from ltm.deployment.information import ModelInformation, known_about
@@ -34,7 +36,7 @@ from ltm.evaluation import records
 from ltm.evaluation.accuracy import paired_interval
 from ltm.evaluation.images import Partition, part_images
 from ltm.evaluation.latency import interleaved, speedup, spread
-from ltm.evaluation.modes import OnnxModel
+from ltm.evaluation.modes import OnnxModel, onnx_providers
 from ltm.evaluation.records import text_table
 from ltm.files import results_in, write_metrics
 from ltm.models import (
@@ -48,6 +50,7 @@ from ltm.models import (
     silent,
     source_of,
 )
+from ltm.processes import local_device
 from ltm.progress import Progress
 
 _CALIBRATION_BATCH = 16
@@ -182,6 +185,8 @@ def export(
         changes: fields of the settings to change, such as `formats=("onnx", "program")`.
     """
     settings, folder = changed(settings, changes), Path(folder)
+    if "onnx" in settings.formats:
+        onnx_providers(settings.device)
     named = source_of(model)
     config = None if settings.method is None else method_config(settings.method, settings.ratio)
     network = open_model(model, merges=config is not None, say=say)
@@ -202,7 +207,8 @@ def export(
     run = None if named is None else named.run
     source = settings.data or "images"  # shapes that merely stand in do not change the crop
     with results_in(folder) as aside:
-        job = Export(network, aside, known_about(network, settings, run=run, source=source))
+        known = known_about(network, settings, run=run, source=source)
+        job = Export(network, aside, known, device=settings.device)
         number = max(settings.batch_sizes)
         sample = next(iter(_batches(job, parts.evaluation.take(number), settings, number))).images
         job.write(
@@ -258,9 +264,16 @@ def _batches(
 class Export:
     """Writes the files of one network into one folder, and remembers how to run them."""
 
-    def __init__(self, model: nn.Module, folder: Path, information: ModelInformation) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        information: ModelInformation,
+        *,
+        device: str = "cpu",
+    ) -> None:
         self.model = deployable(model)
-        self.folder, self.information = folder, information
+        self.folder, self.information, self.device = folder, information, device
         self.files: list[ExportedFile] = []
         self._runners: dict[str, Classify] = {}
 
@@ -292,7 +305,8 @@ class Export:
 
     def write_int8(self, recipe: str, calibration: Iterable[Tensor]) -> list[ExportedFile]:
         """Write int8 versions of the ONNX file and the program, where they were written."""
-        for file in [f for f in self.files if f.precision == FLOAT and f.format != "openvino"]:
+        sources = ("onnx", "program")
+        for file in [f for f in self.files if f.precision == FLOAT and f.format in sources]:
             path = self._path(file.format, f".int8-{recipe}")
             runner, number = self._quantise(file.format, path, RECIPES[recipe], calibration)
             self._add(path, file.format, f"int8 {recipe}", runner, num_int8_layers=number)
@@ -347,7 +361,14 @@ class Export:
             torch.export.save(traced, self._path(kind))
             return traced.module()
         if kind == "onnx":
-            return OnnxModel(save_onnx(traced, self._path(kind), self.information))
+            path = save_onnx(traced, self._path(kind), self.information)
+            return OnnxModel(path, device=self.device)
+        if kind == "aoti":
+            device = local_device("cuda" if self.device == "tensorrt" else self.device)
+            if device.type != "cpu":
+                moved = copy.deepcopy(self.model).to(device)
+                traced = trace(moved, self.information.spec.size)
+            return PackagedModel(save_package(traced, self._path(kind)), device)
         return OpenVinoModel(save_openvino(self._path("onnx"), self._path(kind)))
 
     def _quantise(

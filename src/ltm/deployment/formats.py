@@ -5,6 +5,7 @@
 | torch.export program, `.pt2` | `torch.export.save` | `torch.export.load`, which unpickles |
 | ONNX, `.onnx` | `save_onnx` | `evaluation.modes.OnnxModel` |
 | OpenVINO, `.xml` and `.bin` | `save_openvino`, from an ONNX file | `OpenVinoModel` |
+| AOTInductor package, `.aoti.pt2` | `save_package` | `PackagedModel` |
 
 A network is traced once (`trace`), for any batch size. An ONNX file has its preprocessing and class
 names inside.
@@ -29,11 +30,20 @@ from ltm.deployment.settings import Format
 from ltm.evaluation.modes import OnnxModel, to_onnx
 from ltm.extras import require
 
-SUFFIXES: dict[Format, str] = {"program": ".pt2", "onnx": ".onnx", "openvino": ".xml"}
+SUFFIXES: dict[Format, str] = {
+    "program": ".pt2",
+    "onnx": ".onnx",
+    "openvino": ".xml",
+    "aoti": ".aoti.pt2",
+}
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 """Names in an ONNX file."""
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
+
+MAX_TOKENS = 3840
+"""Tokens that are matched in an exported graph: TensorRT's TopK takes no more, and all pairs of
+them are stored."""
 
 # Batch 1 would be taken for a constant.
 _EXAMPLE_BATCH = 2
@@ -59,12 +69,25 @@ def trace(model: nn.Module, image_size: tuple[int, int] | None = None) -> Export
     LTMP is traced in its masked form, whose shapes do not depend on the images.
     """
     shape = channels_of(model), *image_size_of(model, image_size)
-    images = torch.zeros(_EXAMPLE_BATCH, *shape)
+    device = next((p.device for p in model.parameters()), None)
+    images = torch.zeros(_EXAMPLE_BATCH, *shape, device=device)
     program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim.DYNAMIC},))
     # Stack traces would tell the paths of the machine that exported it.
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
+    _require_few_tokens(program)
     return program
+
+
+def _require_few_tokens(program: ExportedProgram) -> None:
+    topk = torch.ops.aten.topk.default
+    most = max((node.args[1] for node in program.graph.nodes if node.target is topk), default=0)
+    if most > MAX_TOKENS:
+        raise ValueError(
+            f"a network that matches {most} tokens cannot be exported, because at most "
+            f"{MAX_TOKENS} can be sorted: take smaller images, or merge by a static mask "
+            "(--method ltm:support=learned)"
+        )
 
 
 def save_onnx(program: ExportedProgram, path: Path, information: ModelInformation) -> Path:
@@ -132,3 +155,20 @@ class OpenVinoModel:
 
     def __call__(self, images: Tensor) -> Tensor:
         return torch.from_numpy(self._compiled(images.float().cpu().numpy())[0].copy())
+
+
+def save_package(program: ExportedProgram, path: Path) -> Path:
+    """Compile a traced network for the device that it was traced on: C++ in a file, no Python."""
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))  # noqa: SLF001
+    return path
+
+
+class PackagedModel:
+    """An AOTInductor package: scores from images."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._run: Any = torch._inductor.aoti_load_package(str(path))  # noqa: SLF001
+        self._device = device
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return self._run(images.to(self._device)).cpu()

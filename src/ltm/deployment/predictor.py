@@ -251,11 +251,11 @@ class BatchPredictor:
         return pixels, errors
 
     def _load(self, say: Say) -> Loaded:
+        if isinstance(self.model, Path | str) and Path(self.model).suffix.lower() == ".onnx":
+            return self._load_file(Path(self.model))
         device = local_device(self.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if isinstance(self.model, Path | str) and Path(self.model).suffix.lower() == ".onnx":
-            return self._load_file(Path(self.model), device)
         network: Any = open_model(self.model, device, say=say)
         source = source_of(self.model)
         information = known_about(network, self.inputs, run=None if source is None else source.run)
@@ -281,13 +281,16 @@ class BatchPredictor:
         run = _captured(run.to(device).eval(), information.spec, self.batch_size, device)
         return Loaded(run, information, device, outputs=outputs, identity=identity)
 
-    def _load_file(self, path: Path, device: torch.device) -> Loaded:
+    def _load_file(self, path: Path) -> Loaded:
         if "embedding" in self.outputs:
             raise ValueError(
                 f"output is embedding, but {path} gives scores: take the network it was exported "
                 "from, or logits"
             )
-        file = OnnxModel(path, device=device if self.device != "auto" else None)
+        device = "cpu" if self.device == "auto" else self.device
+        if device.startswith("cuda") and torch.cuda.is_available():
+            device = str(local_device(device))  # of this process
+        file = OnnxModel(path, device=device)
         information = onnx_information(file).adjusted(file.num_classes, self.inputs)
         pixels = _Pixels(information.spec, torch.float32)
         run = torch.inference_mode()(_Run(pixels, _File(file), self.outputs, self.top))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ltm.core.validation import require_least
 
-Format = Literal["onnx", "program", "openvino"]
+Format = Literal["onnx", "program", "openvino", "aoti"]
 Recipe = Literal["accurate", "small", "dynamic", "convolutional"]
 LineFormat = Literal["jsonl", "csv"]
 TableFormat = Literal["jsonl", "csv", "parquet"]
@@ -54,6 +54,9 @@ class ExportSettings(InputSettings):
     """Batch sizes at which files are compared with the network."""
     tolerance: float = TOLERANCE
     """Largest relative difference allowed."""
+    device: str = "cpu"
+    """Where files are run to compare them: cpu, cuda, or tensorrt for ONNX files. An AOTInductor
+    package is made for this device."""
     workers: int = 0
     """Loader processes."""
 
@@ -71,7 +74,7 @@ class ManySettings(InputSettings):
     """How many images go through a network, and where."""
 
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, cuda or cuda:N; tensorrt for ONNX files."""
     dtype: Dtype = "auto"
     """Of the network: auto is float16 on a GPU and float32 elsewhere."""
     compile: bool = False

@@ -74,15 +74,24 @@ def onnxruntime(model: nn.Module, images: Tensor) -> Runner:
         return OnnxModel(path)
 
 
-class OnnxModel:
-    """An ONNX file in ONNX Runtime, on the processor or on a GPU: scores from images.
+_PROVIDERS = {
+    "cpu": ("CPUExecutionProvider",),
+    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
+}
+"""Who runs an ONNX file on a device; each leaves what it cannot run to the next."""
 
-    It takes torch's number of threads unless told otherwise.
+
+class OnnxModel:
+    """An ONNX file in ONNX Runtime: scores from images.
+
+    Args:
+        path: the file.
+        threads: of the processor; torch's number unless given.
+        device: cpu, cuda, cuda:N or tensorrt.
     """
 
-    def __init__(
-        self, path: Path, *, threads: int | None = None, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, path: Path, *, threads: int | None = None, device: str = "cpu") -> None:
         if not path.is_file():
             raise FileNotFoundError(f"model is {path}: there is no such file")
         runtime = require("onnxruntime", extra="export")
@@ -91,12 +100,15 @@ class OnnxModel:
         options.log_severity_level = 3
         # Otherwise its threads keep spinning between two calls, and slow down whatever runs then.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        providers = _providers(runtime, device or torch.device("cpu"))
+        providers = onnx_providers(device)
         try:
             self._session = runtime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # its own exceptions have no common base
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} is no ONNX model that can be run: {reason}") from error
+        wanted = providers[0][0]
+        if self._session.get_providers()[0] != wanted:  # it falls back with a mere warning
+            raise ValueError(f"device: {device} cannot be used: {wanted} did not start")
         self.path = path
         self._input = self._session.get_inputs()[0].name
         self.num_classes = int(self._session.get_outputs()[0].shape[-1])
@@ -111,17 +123,21 @@ class OnnxModel:
         return torch.from_numpy(outputs[0])
 
 
-def _providers(runtime: Any, device: torch.device) -> list[Any]:
-    """How ONNX Runtime is told where to run; what it could not do there is an error."""
-    if device.type == "cpu":
-        return ["CPUExecutionProvider"]
-    wanted = "CUDAExecutionProvider"
-    if wanted not in runtime.get_available_providers():
+def onnx_providers(device: str) -> list[tuple[str, dict[str, int]]]:
+    """The providers of a device, if this build of ONNX Runtime has them."""
+    kind, _, index = device.partition(":")
+    if kind not in _PROVIDERS or (index and not index.isdecimal()):
+        raise ValueError(f"device: got {device!r}; an ONNX file runs on {', '.join(_PROVIDERS)}")
+    runtime = require("onnxruntime", extra="export")
+    here: list[str] = runtime.get_available_providers()
+    wanted = _PROVIDERS[kind]
+    if wanted[0] not in here:
         raise ValueError(
-            f"device is {device}, but this ONNX Runtime has no CUDA: pip install onnxruntime-gpu, "
-            "or use --device cpu"
+            f"device: {device} needs {wanted[0]}, and this onnxruntime has {', '.join(here)}: "
+            "pip install 'ltm[onnx-gpu]' in place of onnxruntime, or use --device cpu"
         )
-    return [(wanted, {"device_id": device.index or 0}), "CPUExecutionProvider"]
+    options = {"device_id": int(index or 0)}
+    return [(name, {} if name.startswith("CPU") else options) for name in wanted if name in here]
 
 
 def to_onnx(
@@ -140,23 +156,9 @@ def to_onnx(
             verbose=False,
             input_names=input_names,
             output_names=output_names,
-            # torch cannot translate a stable sort.
-            custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
         )
     assert exported is not None
     return exported
-
-
-def _stable_sort(
-    values: Any,
-    stable: Any = None,  # noqa: ARG001 - part of the signature
-    dim: int = -1,
-    descending: bool = False,
-) -> Any:
-    """Among equals, TopK takes the lower index first: all of them, sorted, are a stable sort."""
-    op = require("onnxscript", extra="export").opset18
-    length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
-    return op.TopK(values, length, axis=dim, largest=int(descending), sorted=1)
 
 
 @contextmanager
