@@ -108,10 +108,9 @@ class Reader:
         for found in numbers:
             if found.estimate is None:
                 return found
-        if ours.measure == theirs.measure == "top1" and len(ours.jobs) == len(theirs.jobs) == 1:
-            flags = [self._flags(cell) for cell in (ours, theirs)]
-            if len(flags[0]) == len(flags[1]):
-                return Found(estimate=_image_difference(*flags))
+        both = self._only_seed(ours, theirs)
+        if both is not None:
+            return Found(estimate=_image_difference(*both))
         if ours.jobs == theirs.jobs and ours.measure in _TIMED:
             return Found(estimate=self._by_round(ours, theirs))
         pairs = self._pairs(ours, theirs)
@@ -137,5 +136,15 @@ class Reader:
         sides = [rounds(cell.measure, values, cell.of) for cell in (ours, theirs)]
         return estimate([a - b for a, b in zip(*sides, strict=True)])
 
-    def _flags(self, cell: Cell) -> list[bool]:
-        return next(correct_flags(v) for job in cell.jobs if (v := self.values(job)) is not None)
+    def _only_seed(self, ours: Cell, theirs: Cell) -> list[list[bool]] | None:
+        """Which images are right, by both rows, where accuracy of one seed alone is there."""
+        if not ours.measure == theirs.measure == "top1":
+            return None
+        pairs = zip(ours.jobs, theirs.jobs, strict=False)
+        values = [[self.values(job) for job in pair] for pair in pairs]
+        done = [[v for v in pair if v is not None] for pair in values]
+        whole = [pair for pair in done if len(pair) == 2]
+        if len(whole) != 1 or max(len(ours.jobs), len(theirs.jobs)) > len(values):
+            return None
+        flags = [correct_flags(v) for v in whole[0]]
+        return flags if len(flags[0]) == len(flags[1]) else None

@@ -355,3 +355,22 @@ def test_images_that_fit_are_read_once() -> None:
     for index in (0, 1, 0, 1):
         images.read(index)
     assert read == [0, 1, 1], "the second does not fit"
+
+
+def test_one_seed_of_three_is_compared_image_by_image(context: Context) -> None:
+    network = SMALL.finetune[0]
+    jobs = [[tuned(network, m, 0.7, 1, seed) for seed in range(3)] for m in ("matched", "ltmp")]
+    bits = ("f" * 99 + "0", "f" * 50 + "0" * 50)
+    for made, right in zip(jobs, bits, strict=True):
+        context.store.finish(made[0], {"values": {"correct_bits": right, "num_images": 400}})
+    cells = [Cell(jobs=tuple(made), measure="top1") for made in jobs]
+    table = Table(
+        columns=(Column(name="n"),),
+        rows=tuple(Row(label=n, cells={"n": c}) for n, c in zip("ab", cells, strict=True)),
+    )
+    claim = Claim(row="a", other="b", column="n", expected="higher")
+    found = Reader(context.store).compare(table, claim).estimate
+    assert found is not None
+    assert found.mean == pytest.approx(49.0)
+    assert found.low is not None
+    assert 40 < found.low < 49
