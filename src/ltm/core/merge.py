@@ -150,6 +150,8 @@ class MatchedMerge(Merge):
         if size is None:
             size = x.new_ones(1, x.shape[1], dtype=torch.float32)
         total, sizes = self._add(torch.stack([self.weight, self._counted(size)], -1)).unbind(-1)
+        if not size.requires_grad:
+            sizes = sizes.detach()  # a mask that asked for gradients would cost fused attention
         share = self._share(total)
         merged = self._add(x * share[..., None].to(x.dtype))
         if self.keep_norm:
