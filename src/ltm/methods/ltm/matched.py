@@ -29,7 +29,7 @@ Power = Annotated[float, Within(0, 8)]
 
 
 _DEAR = 0.1
-"""Comparing all pairs costs too much above this share of a block (`results/speed.md`)."""
+"""The share of a block's multiply-adds above which "auto" does not compare all pairs."""
 
 
 @dataclass(frozen=True)
