@@ -254,7 +254,8 @@ def main() -> None:
     bench = Bench(args)
     wanted = [row for row in rows(args) if args.only is None or args.only in row.key]
     about: dict[str, Any] = {"environment": dataclasses.asdict(records.describe(bench.device))}
-    about["command"] = " ".join(["python -m reproduction.benchmarks.learning", *sys.argv[1:]])
+    words = [Path(word).name if Path(word).exists() else word for word in sys.argv[1:]]
+    about["command"] = " ".join(["python -m reproduction.benchmarks.learning", *words])
     for row in wanted[part::parts]:
         if row.key in done or time.perf_counter() - start > args.deadline:
             continue

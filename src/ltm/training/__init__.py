@@ -4,8 +4,8 @@
 
 - A `Task` (`task`) is one kind of training. It opens the data, builds the network, gives the loss
   of a batch, scores the network on held-out images, and names the columns of its log. It knows no
-  loop. `Classification` (`classification`) and `Distillation` (`distillation`, which `tuning` runs for a
-  time) are here; `ltm.detection.task` has the dense one.
+  loop. `Classification` (`classification`) and `Distillation` (`distillation`, which `tuning` runs
+  for a time) are here; `ltm.detection.task` has the dense one.
 - The `Trainer` (`trainer`) is the one loop: optimiser and learning rate (`optimisation`), gradient
   accumulation and clipping, averaged weights, epochs without merging, annealed noise, one process
   or many (`fabric`, on Lightning), the state of a checkpoint. It knows no labels, boxes or methods.

@@ -145,32 +145,37 @@ def _demo(name: str) -> TrainSettings:
     )
 
 
-_DISTILLING_RATES = {"mergers": 5e-3, "norms": 3e-3, "biases": 1e-3, "lora": 1e-3, "all": 3e-5}
-"""The largest learning rate by what trains."""
+_DISTILLING = {
+    "mergers": (5e-3, 0.0),
+    "norms": (3e-3, 3.0),
+    "biases": (1e-3, 0.0),
+    "lora": (1e-3, 0.0),
+    "all": (5e-5, 10.0),
+}
+"""The largest learning rate, and the weight of the class tokens' distance, by what trains."""
 
 
 def distilling(trainable: str) -> str:
     """The recipe by which the original teaches a part of the network."""
-    if trainable not in _DISTILLING_RATES:
-        raise ValueError(
-            f"trainable: got {trainable!r}; choose from {', '.join(_DISTILLING_RATES)}"
-        )
+    if trainable not in _DISTILLING:
+        raise ValueError(f"trainable: got {trainable!r}; choose from {', '.join(_DISTILLING)}")
     return f"distil_{trainable}"
 
 
 def _distil(trainable: Any) -> TrainSettings:
     """Function matching: strong crops, and every batch mixed; both networks see the same."""
+    rate, feature_weight = _DISTILLING[trainable]
     return TrainSettings(
         augment=replace(AugmentConfig.light(), scale=(0.3, 1.0), mixup=1.0),
         optim=OptimSettings(
             epochs=10,
-            lr=_DISTILLING_RATES[trainable],
+            lr=rate,
             lr_warmup_epochs=0.5,
             weight_decay=0.0,
             min_lr=1e-7,
             clip=1.0,
         ),
-        objective=ObjectiveSettings(teacher="self"),
+        objective=ObjectiveSettings(teacher="self", feature_weight=feature_weight),
         tune=TuneSettings(trainable=trainable),
     )
 
@@ -194,7 +199,7 @@ SCRATCH = {
 FINETUNE = {
     **{name: _finetune(name) for name in BACKBONES},
     **{f"shapes_{family}": _small_finetune(family) for family in _SMALL},
-    **{distilling(trainable): _distil(trainable) for trainable in _DISTILLING_RATES},
+    **{distilling(trainable): _distil(trainable) for trainable in _DISTILLING},
     _GENERAL: TrainSettings(
         augment=_CROPS_ONLY,
         optim=_TUNING,
