@@ -447,7 +447,7 @@ class ModelSource:
         return built.eval()
 
     def arguments(self) -> dict[str, Any]:
-        """What timm is told besides the name."""
+        """Arguments for timm, besides the name."""
         arguments = read_words(self.model_args, owner="model_args")
         if self.num_classes is not None:
             arguments["num_classes"] = self.num_classes

@@ -25,12 +25,12 @@ class Block:
     module: nn.Module
     width: int
     stage: int
-    """Which run of blocks at one resolution it belongs to."""
+    """The number of its stage: consecutive blocks at one resolution."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive blocks on one sequence of tokens, which is whole again after the last of them."""
+    """Consecutive blocks on one sequence of tokens; after the last, all tokens are restored."""
 
     num_in: int
     grid: Grid
@@ -45,13 +45,13 @@ class Layout:
     num_prefix: int
     num_classes: int
     runs: tuple[Run, ...]
-    """How tokens flow where a method keeps no grid."""
+    """The sequences of tokens, for methods that keep no grid."""
     entry: Grid | None = None
     """The grid at the first block of a grid network; None for sequences."""
     multiple: int = 1
-    """Sides that suit the network, its windows or its next stage, are multiples of this."""
+    """Sides of the grid should be multiples of this, to fit windows or the next stage."""
     sites: tuple[int, ...] | None = None
-    """The blocks of a grid network that merge, where a method prefers few; None: all of them."""
+    """The blocks of a grid network that merge if a method prefers few; None: all of them."""
 
     @property
     def is_sequence(self) -> bool:
@@ -66,7 +66,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """What was done to a model: kept on it, read by everything that works on converted models."""
+    """What was done to a model. It is kept on the model, as `token_merging`."""
 
     family: str
     config: MethodConfig
@@ -86,7 +86,7 @@ class Conversion:
         return self.leaving().size
 
     def leaving(self, features: Tensor | None = None) -> Tokens:
-        """What is known about these features, or about those of the last forward."""
+        """What is known about these features, or about the features of the last forward."""
         known = None if features is None else self.state.recall(features)
         if known is not None or not self.sites:
             return known or Tokens()
@@ -94,13 +94,13 @@ class Conversion:
 
 
 class Adapter(ABC):
-    """How one family of networks is recognised, laid out and converted."""
+    """How to recognise and convert one family of networks, and where its blocks are."""
 
     family: ClassVar[str]
     covers: ClassVar[str]
     """For error messages: what this family accepts."""
     shrinks_maps: ClassVar[bool] = False
-    """Dense tasks lose precision where merged tokens shrink its maps; restored ones do not."""
+    """Whether merged tokens shrink its maps, which costs dense tasks precision."""
 
     hosts: ClassVar[tuple[type[nn.Module], ...]]
     """A network that holds one of these modules belongs to this family."""
@@ -111,7 +111,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def refusal(self, model: nn.Module) -> str | None:
-        """Why a model of this family cannot be converted, if so."""
+        """Why a model of this family cannot be converted; None if it can."""
 
     @abstractmethod
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:

@@ -233,7 +233,7 @@ def observe_(records: Sequence[Record], labels: Tensor) -> None:
 
 
 def _checked(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Images and labels of a loader's batches; an image that is not finite is told by its index."""
+    """Images and labels of batches; an error names the index of an image that is not finite."""
     for number, batch in enumerate(loader):
         images, labels = _images_and_labels(batch)
         require_finite_images(images, f"loader: batch {number}")

@@ -77,7 +77,7 @@ class GridSpace(Space):
 
     @cached_property
     def _points(self) -> list[list[_Point]]:
-        """What every block minds, and what it saves."""
+        """The sensitivity of every block, and what it saves."""
         return [list(self._probe(block, grid)) for block, (grid, _) in enumerate(self._grids({}))]
 
     def _probe(self, block: int, grid: Grid) -> Iterator[_Point]:

@@ -357,7 +357,7 @@ class SequenceSpace(Space):
 
     @cached_property
     def _sensitivity(self) -> _Sensitivity:
-        """How much every block minds that tokens leave."""
+        """The sensitivity of every block: how much outputs move when its tokens merge."""
         num_in = self.cost.num_in
         curves: dict[int, list[tuple[int, float]]] = {}
         for block in range(self.cost.depth):

@@ -207,7 +207,7 @@ class BatchPredictor:
         return self._loaded or self.load()
 
     def load(self, say: Say = silent) -> Loaded:
-        """Load the network now; `say` is told whose weights it takes."""
+        """Load the network now; `say` is called with where its weights come from."""
         self._loaded = self._load(say)
         return self._loaded
 

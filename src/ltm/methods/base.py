@@ -1,6 +1,6 @@
 """What a token-merging method is: a config that builds one Merger per site.
 
-A method knows nothing about networks. A block hands it tokens and hints; it answers with a Merge.
+A method knows nothing about networks. A block gives it tokens and hints, and it returns a Merge.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Count = int | Grid
 """Tokens after a site, prefix excluded: a number on sequences, (height, width) on grids."""
 
 AMOUNTS = ("ratio", "per_block", "counts", "num_tokens")
-"""The ways to say how much is merged."""
+"""The four ways to say how much to merge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Site:
     num_in: int
     num_out: int
     grid_in: Grid | None = None
-    """Set where tokens still form a rectangle and have to form one afterwards."""
+    """Set if tokens form a rectangle and must form one afterwards."""
     grid_out: Grid | None = None
 
     @property
@@ -51,19 +51,19 @@ class Site:
         return self.num_out < self.num_in
 
     def is_planned(self, num_in: int, grid_in: Grid | None, patches: Grid | None) -> bool:
-        """Whether these are the tokens that the site was made for."""
+        """Whether the tokens have the shape that the site was planned for."""
         if self.grid_in is not None:
             return grid_in == self.grid_in
         return num_in == self.num_in and patches in (None, self.grid)
 
     def count_for(self, num_tokens: int) -> int:
-        """Tokens to keep of a sequence of another length than the planned one."""
+        """Tokens to keep if the sequence has another length than planned."""
         if num_tokens == self.num_in:
             return self.num_out
         return max(1, -(-num_tokens * self.num_out // self.num_in))
 
     def grid_for(self, grid: Grid) -> Grid:
-        """The grid to keep of another grid than the planned one."""
+        """The grid to keep if the grid is not the planned one."""
         if self.grid_in is None or self.grid_out is None:
             raise ValueError("grid_for: this site's tokens form no grid.")
         if grid == self.grid_in:
@@ -74,7 +74,7 @@ class Site:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Hints:
-    """What a block tells a merger besides its tokens. Optional fields come only when needed.
+    """What a block gives a merger besides its tokens. Optional fields are set only if needed.
 
     Letters: b images, t tokens with their prefix, d a head's channels.
     """
@@ -83,30 +83,30 @@ class Hints:
     grid_in: Grid | None = None
     grid_out: Grid | None = None
     patches: Grid | None = None
-    """The shape in which a sequence's tokens stood while they were patches, where it is known."""
+    """The patch grid that a sequence's tokens come from, if it is known."""
     size: Float[Tensor, "_ t"] | None = None
     """How many patches each token stands for; None before the first merge."""
     keys: Float[Tensor, "b t d"] | None = None
     """The attention keys, averaged over the heads."""
     importance: Float[Tensor, "b t"] | None = None
-    """Attention received from the class token, or from the mean query without one."""
+    """Attention received from the class token, or from the mean query if there is none."""
     attention: Float[Tensor, "b t"] | None = None
     """Attention received on average over all tokens."""
     carry: Tensor | None = None
-    """What the previous site of the same stage handed on: means of its values, or its carry."""
+    """What the previous site of the same stage handed on: the means of its values, or its carry."""
     labels: Int[Tensor, "_"] | None = None
-    """True labels, where somebody announced them."""
+    """True labels, if they were announced (`ltm.api.announcing`)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Decision:
-    """A merge, and what the next site needs to know about it: one of two things, or nothing."""
+    """A merge, and what the next site gets: `values`, `carry` or nothing."""
 
     merge: Merge
     values: Float[Tensor, "_ n"] | None = None
-    """A value of every patch before the merge: merged patches carry the means of their members'."""
+    """A value per token before the merge; the next site gets the means over merged tokens."""
     carry: Tensor | None = None
-    """About the tokens after the merge, and handed on as it is."""
+    """A value about the tokens after the merge, handed on unchanged."""
 
 
 class Merger(nn.Module, ABC):
@@ -114,9 +114,9 @@ class Merger(nn.Module, ABC):
 
     needs: frozenset[str] = frozenset()
     keeps_grid: bool = False
-    """Merged tokens form a rectangle again; otherwise grid networks get their grid restored."""
+    """Whether merged tokens form a rectangle again; if not, grid networks restore their grid."""
     own_counts: bool = False
-    """How many tokens stay is decided image by image; what is planned holds on average only."""
+    """Whether each image keeps its own number of tokens; the plan then holds only on average."""
 
     constant: bool = False
     """The decision is the same for every image: it does not read the tokens."""
@@ -138,7 +138,7 @@ class Merger(nn.Module, ABC):
     def require_planned(
         self, num_in: int, grid_in: Grid | None, patches: Grid | None = None
     ) -> None:
-        """Refuse tokens that the merger cannot take, also where it would not merge them."""
+        """Refuse tokens that the merger cannot take, even if it would not merge them."""
 
     @abstractmethod
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
@@ -149,22 +149,22 @@ class Merger(nn.Module, ABC):
 
     @property
     def active(self) -> bool:
-        """Whether the mask module has what it needs to do all its work."""
+        """Whether the mask module has everything it needs, such as class statistics."""
         return False
 
     def unset(self) -> frozenset[str]:
-        """Names of its tensors that are as they were made: folders leave them out."""
+        """Names of tensors that were never set; saved folders leave them out."""
         return frozenset()
 
     def activate_(self) -> None:
         """Do all the work that a trained mask module does."""
 
     def reset_classes_(self, num_classes: int) -> None:
-        """Forget what belongs to the classes, of which there are others now."""
+        """Forget everything about the classes, because there are new ones."""
         self.site = dataclasses.replace(self.site, num_classes=num_classes)
 
     def frozen(self, decision: Decision | None, hints: Hints | None) -> Merger:
-        """What takes its place in deployment: itself, where nothing in it is for training alone.
+        """The merger that replaces it in deployment; itself if nothing in it is only for training.
 
         `decision` is its decision on some image, with the hints it got; None where it made none.
         """
@@ -203,11 +203,11 @@ class StatisticalMerger(Merger):
 
     @abstractmethod
     def forget_statistics_(self) -> None:
-        """Start anew: forget the sums, and what was taken from earlier ones."""
+        """Forget the sums and the statistics taken from earlier ones."""
 
     @abstractmethod
     def forget_sums_(self) -> None:
-        """Drop sums that were left unfinished; what was taken from earlier ones stays."""
+        """Drop unfinished sums; statistics taken from earlier ones stay."""
 
     @abstractmethod
     def bound(
@@ -225,7 +225,7 @@ def statistical(mergers: Iterable[Merger]) -> list[StatisticalMerger]:
 
 
 def _keep_what_is_absent(merger: Merger, keys: Any) -> None:
-    """A checkpoint that knows nothing of a merger leaves it as it is, and misses nothing."""
+    """A checkpoint without a merger's keys leaves the merger unchanged, and no keys are missing."""
     prefix, merger.absent = merger.absent, None
     if prefix is not None:
         keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(prefix)]
@@ -233,7 +233,7 @@ def _keep_what_is_absent(merger: Merger, keys: Any) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Images:
-    """What a method may ask of a converted model and of the images that it is fitted on."""
+    """What a method may ask about a converted model and the images it is fitted on."""
 
     share: Callable[[], float]
     """The mean share of the original's MACs over the images, from the tokens really left."""
@@ -289,7 +289,7 @@ class MethodConfig(ABC):
     """Weigh tokens in the attention by the number of patches they stand for."""
 
     by_default: ClassVar[bool] = False
-    """Nobody said how much to merge: a network that cannot reach 0.7 may get what it can."""
+    """No amount was given, so a network that cannot reach 0.7 gets what it can."""
     name: ClassVar[str]
     """What the method is called in commands and files; naming a class registers it."""
     title: ClassVar[str]

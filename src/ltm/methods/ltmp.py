@@ -136,7 +136,7 @@ class MaskedMerge(Merge):
         return torch.where(total > 0, merged, x)
 
     def places(self) -> tuple[Int[Tensor, "b t"], Bool[Tensor, "b t"]]:
-        """Where each token went, and whether it is part of what is there."""
+        """Where each token went, and whether it is still there."""
         alive = self.sizes(self.size) > 0
         itself = torch.arange(alive.shape[1], device=alive.device)
         place = torch.where(self.moves > 0.5, self.partner, itself)
