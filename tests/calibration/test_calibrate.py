@@ -20,7 +20,7 @@ from toys import pictures, size_of, toy
 pytestmark = pytest.mark.slow
 
 USUAL = ltm.LTM.choices[0]
-QUICK = CalibrateSettings(trials=40, sites=3)
+QUICK = CalibrateSettings(trials=60, sites=3)
 
 
 def sharpened(name: str) -> nn.Module:
