@@ -38,6 +38,8 @@ from ltm.kernels.dispatch import is_recorded, operator, uses_triton, widen
 
 _LEAST_SHARE = 1e-4
 """Attention below this part of an even share counts as this much, so that no weight vanishes."""
+_MOST_WHOLE = 1024
+"""Tokens whose pairs are all stored: those that leave need not be compared once more."""
 _MOST_PAIRS = 2**18
 """Pairs of tokens of an image that are stored at once; longer sequences go tile by tile."""
 _FEWEST_ROWS = 64
@@ -223,7 +225,7 @@ def _tiles(x: Tensor | None, num_rows: int, num_columns: int) -> list[slice]:
     counted, two tiles tell as much as many.
     """
     step = max(_FEWEST_ROWS, _MOST_PAIRS // max(num_columns, 1))
-    if is_recorded() or num_rows <= step:
+    if is_recorded() or num_rows <= step or num_columns <= _MOST_WHOLE:
         return [slice(0, num_rows)]
     if x is None or x.is_meta:
         step = -(-num_rows // 2)
