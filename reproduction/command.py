@@ -28,6 +28,7 @@ def table(
     *,
     scale: Literal["paper", "small", "smoke"] = "smoke",
     data: str | None = None,
+    imagenet: str | None = None,
     coco: str | None = None,
     weights: str | None = None,
     transfer: str | None = None,
@@ -53,8 +54,8 @@ def table(
     Example:
         ltm table list
         ltm table all --scale smoke --output runs/smoke
-        ltm table finetune --scale small --data tiny-imagenet.zip --weights vit_tiny.safetensors
-        ltm table all --scale small --data tiny-imagenet.zip --processes 7
+        ltm table finetune --scale small --imagenet imagenet --data tiny-imagenet.zip
+        ltm table all --scale small --imagenet imagenet --data tiny-imagenet.zip --processes 7
         ltm table scratch --scale paper --data /data/imagenet --devices 4 --workers 8
         ltm table beside --scale small --output results/paper --readme results/README.md
 
@@ -63,6 +64,7 @@ def table(
             from saved rows).
         scale: the paper's settings, small ones for one GPU, or a proof that all of it runs.
         data: ImageNet (paper) or Tiny-ImageNet (small): a folder or .zip with train and val.
+        imagenet: ImageNet images at scale small, a few thousand will do: train and val.
         coco: COCO with annotations; by default generated scenes at scale small.
         weights: ViT-Ti's ImageNet weights at scale small; by default timm's own.
         transfer: images of other classes, to transfer to.
@@ -95,7 +97,9 @@ def table(
     output = output or Path("runs") / f"tables-{scale}"
     with output_folder(output, shared=True):
         store = Store(output)
-        sources = Sources(data=data, coco=coco, weights=weights, transfer=transfer)
+        sources = Sources(
+            data=data, imagenet=imagenet, coco=coco, weights=weights, transfer=transfer
+        )
         runs = not (draw_only or name == "beside")
         if runs:
             check(scale, sources)
@@ -159,10 +163,15 @@ def _context(store: Store, device: str, *, devices: int, workers: int, deadline:
 def _write(declared: Declared, store: Store, scale: str, summary: Summary | None) -> None:
     """Write all tables, whatever came of the run; then say what came of it."""
     from ltm.files import write_text
+    from reproduction.estimates import Reader
     from reproduction.table_files import write_table
 
+    reader = Reader(store)
     for experiment, made in declared:
-        print(write_table(experiment, made, store, scale) / "table.md")
+        if reader.has_any(made):
+            print(write_table(experiment, made, reader, scale) / "table.md")
+        else:
+            print(f"{experiment.name}: no row has been run yet")
     if summary is None:
         return
     counts = {"ran": len(summary.ran), "already": len(summary.already)}

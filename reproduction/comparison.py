@@ -51,13 +51,19 @@ def beside(tables: Iterable[tuple[Experiment, Table]], store: Store, scale: str)
     if scale == "smoke":
         lines += ["", "Here everything is seen to run; the numbers say nothing about the paper."]
     reader = Reader(store)
+    absent = []
     for experiment, table in tables:
+        if not reader.has_any(table):
+            absent.append(f"{experiment.item} (`{experiment.name}`)")
+            continue
         lines += ["", f"### {experiment.item}: {experiment.title} (`{experiment.name}`)", ""]
         verdicts = [judge(table, claim, reader) for claim in table.claims]
         lines += [line(["claim", "paper", "ours", "verdict"]), line(["---"] * 4)]
         lines += [line([v.what, v.paper, v.ours, v.verdict]) for v in verdicts]
         lines += ["", *table.notes] if table.notes else []
         lines += _numbers(experiment, table, reader)
+    if absent:
+        lines += ["", "### Not run", "", f"No row has been run of: {', '.join(absent)}."]
     return "\n".join(lines) + "\n"
 
 

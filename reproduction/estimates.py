@@ -76,6 +76,11 @@ class Reader:
             self._values[job] = self.store.values(job)
         return self._values[job]
 
+    def has_any(self, table: Table) -> bool:
+        """Whether a row of the table was run, or tried."""
+        jobs = table.jobs()
+        return any(self.values(job) is not None or self.store.failure(job) for job in jobs)
+
     def read(self, cell: Cell) -> Found:
         """A cell's number over the seeds that are done."""
         results = [self._measure(job, cell) for job in cell.jobs]
@@ -140,11 +145,13 @@ class Reader:
         """Which images are right, by both rows, where accuracy of one seed alone is there."""
         if not ours.measure == theirs.measure == "top1":
             return None
-        pairs = zip(ours.jobs, theirs.jobs, strict=False)
-        values = [[self.values(job) for job in pair] for pair in pairs]
-        done = [[v for v in pair if v is not None] for pair in values]
-        whole = [pair for pair in done if len(pair) == 2]
-        if len(whole) != 1 or max(len(ours.jobs), len(theirs.jobs)) > len(values):
+        length = max(len(ours.jobs), len(theirs.jobs))
+        sides = [
+            cell.jobs * length if len(cell.jobs) == 1 else cell.jobs for cell in (ours, theirs)
+        ]
+        pairs = [[self.values(job) for job in pair] for pair in zip(*sides, strict=False)]
+        whole = [done for pair in pairs if len(done := [v for v in pair if v is not None]) == 2]
+        if len(whole) != 1:
             return None
         flags = [correct_flags(v) for v in whole[0]]
         return flags if len(flags[0]) == len(flags[1]) else None

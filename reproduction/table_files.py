@@ -10,15 +10,14 @@ from ltm.files import write_bytes, write_text
 from reproduction.estimates import Found, Reader
 from reproduction.jobs import Bottleneck, Classifier, Job, identity
 from reproduction.plots import draw
-from reproduction.rows import Store
 from reproduction.tables.base import Column, Experiment, Table
 
 _FIELDS = ("row", "column", "value", "low", "high", "seeds", "values", "paper", "problem", "jobs")
 
 
-def write_table(experiment: Experiment, table: Table, store: Store, scale: str) -> Path:
+def write_table(experiment: Experiment, table: Table, reader: Reader, scale: str) -> Path:
     """Write CSV, Markdown and plots of a table into its folder; returns the folder."""
-    folder, reader = store.output / experiment.name, Reader(store)
+    folder = reader.store.output / experiment.name
     write_text(folder / "table.csv", to_csv(table, reader))
     write_text(folder / "table.md", to_markdown(experiment, table, reader, scale))
     for name, content in draw(experiment, table, reader).items():

@@ -41,7 +41,7 @@ def check(scale: ScaleName, given: Sources) -> None:
     from ltm.data.datasets import open_dataset  # noqa: PLC0415 - imports torch
     from ltm.detection.coco import open_detection  # noqa: PLC0415
 
-    for source in (given.data, given.transfer):
+    for source in (given.data, given.imagenet, given.transfer):
         if source is not None:
             open_dataset(source, split="val", holdout_ratio=0.1)
     if given.coco is not None:

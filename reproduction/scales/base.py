@@ -22,6 +22,7 @@ class Sources:
     """What the user gives: images, annotations, weights."""
 
     data: str | None = None
+    imagenet: str | None = None
     coco: str | None = None
     weights: str | None = None
     transfer: str | None = None
@@ -111,6 +112,7 @@ class Scale:
     ratios: tuple[float, ...] = RATIOS
     scratch_ratios: tuple[float, ...]
     bottleneck: tuple[Network, ...]
+    bottleneck_scratch: tuple[Network, ...]
     bottleneck_epochs: tuple[int, ...]
     by_layer: Layered
     """Whose bottleneck is told after every layer."""

@@ -33,6 +33,9 @@ def paper_scale(sources: Sources) -> Scale:
     if sources.data is None:
         raise ValueError("scale paper needs --data: a folder with ImageNet's train and val")
     networks = {name: _network(name, sources.data) for name in _LABELS}
+    bottleneck = tuple(
+        networks[name] for name in ("mobilevit_s", "efficientvit_b1_r224", "vit_base")
+    )
     transfer = replace(
         networks["vit_base"].tune,
         data=replace(networks["vit_base"].tune.data, source=sources.transfer or "hf:cifar100"),
@@ -51,9 +54,8 @@ def paper_scale(sources: Sources) -> Scale:
         sweep_epochs=50,
         sweep_scratch=networks["vit_base"],
         scratch_ratios=RATIOS,
-        bottleneck=tuple(
-            networks[name] for name in ("mobilevit_s", "efficientvit_b1_r224", "vit_base")
-        ),
+        bottleneck=bottleneck,
+        bottleneck_scratch=bottleneck,
         bottleneck_epochs=(1, 10, 50),
         by_layer=Layered(network=networks["mobilevit_s"], num_layers=9),
         layers=Layered(network=networks["mobilevit_s"], num_layers=9),

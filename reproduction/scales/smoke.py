@@ -61,6 +61,7 @@ def smoke_scale(_sources: Sources) -> Scale:
         ratios=(0.8, 0.7),
         scratch_ratios=(0.8,),
         bottleneck=(vit,),
+        bottleneck_scratch=(vit,),
         bottleneck_epochs=(1,),
         by_layer=Layered(network=vit, num_layers=3),
         layers=Layered(network=vit, num_layers=3),

@@ -181,7 +181,10 @@ def number_of_epochs(number: int) -> str:
     return f"{number} epoch" if number == 1 else f"{number} epochs"
 
 
-def epoch_notes(network: Network) -> tuple[str, ...]:
+def epoch_notes(*networks: Network) -> tuple[str, ...]:
     """What an epoch of fine-tuning is, where it is not all images."""
-    drawn = network.tune.data.epoch_images
-    return (f"An epoch of fine-tuning draws {drawn:,} of the training images.",) if drawn else ()
+    drawn = {n.label: n.tune.data.epoch_images for n in networks if n.tune.data.epoch_images}
+    if not drawn:
+        return ()
+    images = ", ".join(f"{number:,} ({label})" for label, number in drawn.items())
+    return (f"Training images in an epoch of fine-tuning: {images}.",)

@@ -88,7 +88,7 @@ def _finetuned(scale: Scale) -> Table:
     picture = Picture(kind="points", column=f"IB loss @{epochs[-1]}", name="ib-loss")
     return Table(
         columns=tuple(columns), rows=tuple(rows), claims=tuple(claims), pictures=(picture,),
-        notes=(_PLACE, _UNITS, *epoch_notes(scale.bottleneck[0])),
+        notes=(_PLACE, _UNITS, *epoch_notes(*scale.bottleneck)),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def scratch(scale: Scale) -> Table:
     rows: list[Row] = []
     claims: list[Claim] = []
     last = scale.bottleneck_epochs[-1]
-    for network in scale.bottleneck:
+    for network in scale.bottleneck_scratch:
         jobs = {method: untrained_jobs(network, method, scale) for method in ("tome", "tome-same")}
         jobs["ltmp"] = tuned_jobs(network, "ltmp", last, scale)
         jobs |= {method: scratch_jobs(network, method, scale) for method in ("none", *OURS)}
@@ -131,18 +131,12 @@ def scratch(scale: Scale) -> Table:
 
 
 def _scratch_notes(scale: Scale) -> list[str]:
-    """Who does not begin from nothing, and how long LTMP is fine-tuned."""
+    """How long LTMP is fine-tuned."""
     first, last = scale.finetune_epochs[0], scale.bottleneck_epochs[-1]
-    notes = [
-        f"{network.label} does not begin from nothing: it starts from published weights, and LTM "
-        "trains all of them."
-        for network in scale.bottleneck
-        if network.scratch.model.pretrained or network.scratch.model.weights
-    ]
-    if first != last:
-        epochs = number_of_epochs(last)
-        notes.append(f"LTMP is fine-tuned for {epochs}; in Table 2 for {number_of_epochs(first)}.")
-    return notes
+    if first == last:
+        return []
+    epochs = number_of_epochs(last)
+    return [f"LTMP is fine-tuned for {epochs}; in Table 2 for {number_of_epochs(first)}."]
 
 
 @experiment("ib-layers", item="Figure 2", title="IB loss and bound after every layer")

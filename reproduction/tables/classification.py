@@ -84,7 +84,7 @@ def finetune(scale: Scale) -> Table:
     shares = "; ".join(_shares(network, scale) for network in scale.finetune)
     notes = (
         f"Shares of the MACs that are asked for, LTM and its peers: {shares}.",
-        *epoch_notes(scale.finetune[0]),
+        *epoch_notes(*scale.finetune),
         "Accuracy is that of the last epoch; no epoch is chosen on the images reported on.",
     )
     return Table(
@@ -115,9 +115,9 @@ def _all_trained(name: str) -> str:
 def all_trained_jobs(network: Network, method: str, scale: Scale) -> list[Classifier]:
     """All weights trained on as long as mask modules are; the untouched network too."""
     ratio = None if method == "none" else ratio_of(network, method, scale)
-    epochs, lr = scale.finetune_epochs[-1], min(network.scratch.optim.lr, 1e-4)
+    epochs = scale.finetune_epochs[-1]
     return [
-        tuned(network, method, ratio, epochs, seed, tune={"trainable": "all"}, optim={"lr": lr})
+        tuned(network, method, ratio, epochs, seed, tune={"trainable": "all"}, optim={"lr": 1e-4})
         for seed in scale.seeds
     ]
 

@@ -134,7 +134,7 @@ def test_ctrl_c_leaves_what_is_done(context: Context) -> None:
     jobs = [Count(number=1), Count(number=2), Count(number=3)]
     STOPS.add(2)
     assert run_jobs(jobs, context).interrupted
-    folder = write_table(EXPERIMENT, table(*jobs), context.store, "smoke")
+    folder = write_table(EXPERIMENT, table(*jobs), Reader(context.store), "smoke")
     text = (folder / "table.md").read_text()
     assert "| row 1 | 1.00 |" in text
     assert "| row 2 | not run |" in text
