@@ -123,7 +123,10 @@ def test_matching_on_grids_keeps_more_tokens_where_more_may_be_spent(name, argum
     assert min(kept) > 0.35
 
 
-@pytest.mark.parametrize("method", [ltm.LTM, ltm.ToMe, ltm.ToFu])
+METHODS = [ltm.LTM, ltm.ToMe, ltm.ToFu, ltm.PiToMe, ltm.DiffRate, ltm.DTEM]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_so_many_tokens_leave_the_network_in_the_order_of_their_positions(method, tmp_path):
     model, images = toy("vit"), pictures("vit")

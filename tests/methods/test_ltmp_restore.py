@@ -24,7 +24,7 @@ def decide(tokens: Tensor, attention: Tensor, num_prefix: int) -> Merge:
         num_out=number // 2,
     )
     merger = LTMP(merge_threshold=0.6, prune_threshold=0.5).build(site).eval()
-    return merger(tokens, Hints(num_out=number // 2, attention=attention)).merge
+    return merger(tokens, Hints(num_out=number // 2, keys=tokens, attention=attention)).merge
 
 
 @pytest.mark.parametrize("num_prefix", [0, 1])

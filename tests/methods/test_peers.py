@@ -50,7 +50,7 @@ def test_pitome_pairs_tokens_of_high_energy(tokens: Tensor) -> None:
 
 
 def test_pitome_takes_more_than_half_away(tokens: Tensor) -> None:
-    merge = built(ltm.PiToMe(), num_out=2)(tokens, Hints(num_out=2)).merge
+    merge = built(ltm.PiToMe(), num_out=2)(tokens, Hints(num_out=2, keys=tokens)).merge
     assert merge(tokens).shape == (2, 3, 8)
     assert merge.sizes(torch.ones(1, 10)).sum(1).tolist() == [10, 10]
 
@@ -82,6 +82,12 @@ def test_diffrate_lets_calibration_choose_what_is_dropped() -> None:
     ]
     with pytest.raises(ValueError, match="dropped_at: got 1 of them"):
         ltm.DiffRate(sites=(3, 8), dropped_at=(0.5,))
+
+
+@pytest.mark.parametrize("sites", [(8, 3), (3, 3)])
+def test_shares_of_diffrate_belong_to_sites_in_order(sites: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"dropped_at: .* sites in ascending order"):
+        ltm.DiffRate(sites=sites, dropped_at=(1.0, 0.0))
 
 
 def test_dtem_without_embedding_is_tome() -> None:

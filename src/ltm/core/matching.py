@@ -66,7 +66,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Match:
-    """Who leaves, and where to. `target` only counts where `leaves` holds."""
+    """Which tokens leave, and which one each joins: `target` matters where `leaves` is true."""
 
     leaves: Bool[Tensor, "b t"]
     target: Int[Tensor, "b t"]
@@ -74,6 +74,19 @@ class Match:
     num_prefix: int
     rank: Int[Tensor, "b t"] | None = None
     """Without prefix: the place of each even token when sorted by falling similarity."""
+
+    @staticmethod
+    def of_patches(
+        leaves: Bool[Tensor, "b n"], target: Int[Tensor, "b n"], num_leaving: int, num_prefix: int
+    ) -> Match:
+        """A match of patch tokens, counted without the prefix, as one of the whole sequence."""
+        pad = torch.nn.functional.pad
+        return Match(
+            leaves=pad(leaves, (num_prefix, 0)),
+            target=pad(target + num_prefix, (num_prefix, 0)),
+            num_leaving=num_leaving,
+            num_prefix=num_prefix,
+        )
 
     def assignment(self, places: Int[Tensor, "b t"] | None = None) -> Int[Tensor, "b t"]:
         """The place of each token after the merge; unless given, tokens that stay keep order."""
@@ -166,13 +179,7 @@ def match_unimportant(
     # In order, a token that leaves has the place of the last one that stayed before it.
     itself = torch.arange(leaves.shape[1], device=leaves.device)
     first = (~leaves).float().argmax(dim=1, keepdim=True)
-    pad, target = torch.nn.functional.pad, torch.maximum(itself, first)
-    return Match(
-        leaves=pad(leaves, (num_prefix, 0)),
-        target=pad(target + num_prefix, (num_prefix, 0)),
-        num_leaving=num_leaving,
-        num_prefix=num_prefix,
-    )
+    return Match.of_patches(leaves, torch.maximum(itself, first), num_leaving, num_prefix)
 
 
 def by_attention(
@@ -469,6 +476,22 @@ def match_most_similar(
     if num_leaving <= max_leaving(metric.shape[1] - num_prefix, num_prefix):
         return match_alternate(metric, num_leaving, num_prefix=num_prefix)
     return match_freely(metric, num_leaving, num_prefix=num_prefix)
+
+
+def merge_most_similar(
+    metric: Float[Tensor, "b t d"],
+    weight: Float[Tensor, "b t"],
+    num_leaving: int,
+    *,
+    num_prefix: int = 0,
+    in_order: bool = False,
+    prune: bool = False,
+    keep_norm: bool = False,
+) -> MatchedMerge:
+    """ToMe's merge: in its published order of tokens, or `in_order` of their positions."""
+    match = match_most_similar(metric, num_leaving, num_prefix=num_prefix)
+    merge = merge_in_order if in_order else merge_sides_apart
+    return merge(match, weight, prune=prune, keep_norm=keep_norm)
 
 
 def match_freely(

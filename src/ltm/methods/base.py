@@ -1,6 +1,7 @@
-"""What a token-merging method is: a config that builds one Merger per site.
+"""The contract of a token-merging method: a config that builds one merger per site.
 
-A method knows nothing about networks. A block gives it tokens and hints, and it returns a Merge.
+A method knows nothing about networks. A block gives a merger tokens and hints; the merger returns
+a `Decision`, which holds the `Merge`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Site:
     """One merging block, as a method sees it."""
 
     block: int
-    """Position among the network's transformer blocks."""
+    """Index among the network's transformer blocks."""
     depth: int
-    """Number of transformer blocks."""
+    """Number of transformer blocks in the network."""
     width: int
     """Channels of a token."""
     num_prefix: int
@@ -43,7 +44,7 @@ class Site:
     num_in: int
     num_out: int
     grid_in: Grid | None = None
-    """Set if tokens form a rectangle and must form one afterwards."""
+    """Set if the tokens form a grid before the merge and must form one after it."""
     grid_out: Grid | None = None
 
     @property
@@ -51,19 +52,19 @@ class Site:
         return self.num_out < self.num_in
 
     def is_planned(self, num_in: int, grid_in: Grid | None, patches: Grid | None) -> bool:
-        """Whether the tokens have the shape that the site was planned for."""
+        """Whether tokens have the shape that this site was planned for."""
         if self.grid_in is not None:
             return grid_in == self.grid_in
         return num_in == self.num_in and patches in (None, self.grid)
 
     def count_for(self, num_tokens: int) -> int:
-        """Tokens to keep if the sequence has another length than planned."""
+        """Tokens to keep of a sequence, whose length may differ from the planned one."""
         if num_tokens == self.num_in:
             return self.num_out
         return max(1, -(-num_tokens * self.num_out // self.num_in))
 
     def grid_for(self, grid: Grid) -> Grid:
-        """The grid to keep if the grid is not the planned one."""
+        """The grid to keep of a grid, whose size may differ from the planned one."""
         if self.grid_in is None or self.grid_out is None:
             raise ValueError("grid_for: this site's tokens form no grid.")
         if grid == self.grid_in:
@@ -74,16 +75,18 @@ class Site:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Hints:
-    """What a block gives a merger besides its tokens. Optional fields are set only if needed.
+    """What a block tells a merger about its tokens.
 
-    Letters: b images, t tokens with their prefix, d a head's channels.
+    `keys`, `importance` and `attention` are set if the merger's `needs` names them.
+
+    Letters: b images, t tokens with their prefix, d channels of a head.
     """
 
     num_out: int
     grid_in: Grid | None = None
     grid_out: Grid | None = None
     patches: Grid | None = None
-    """The patch grid that a sequence's tokens come from, if it is known."""
+    """The patch grid that the tokens of a sequence come from, if known."""
     size: Float[Tensor, "_ t"] | None = None
     """How many patches each token stands for; None before the first merge."""
     keys: Float[Tensor, "b t d"] | None = None
@@ -91,38 +94,37 @@ class Hints:
     importance: Float[Tensor, "b t"] | None = None
     """Attention received from the class token, or from the mean query if there is none."""
     attention: Float[Tensor, "b t"] | None = None
-    """Attention received on average over all tokens."""
+    """Attention received from all tokens, on average."""
     carry: Tensor | None = None
-    """What the previous site of the same stage handed on: the means of its values, or its carry."""
+    """What the previous site of the stage passed on: means of its values, or its carry."""
     labels: Int[Tensor, "_"] | None = None
-    """True labels, if they were announced (`ltm.api.announcing`)."""
+    """True labels, if given by `ltm.api.announcing`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Decision:
-    """A merge, and what the next site gets: `values`, `carry` or nothing."""
+    """A merge, and what it passes on to the next site: `values`, `carry` or nothing."""
 
     merge: Merge
     values: Float[Tensor, "_ n"] | None = None
-    """A value per token before the merge; the next site gets the means over merged tokens."""
+    """One value per patch token; the next site gets their means over merged tokens."""
     carry: Tensor | None = None
-    """A value about the tokens after the merge, handed on unchanged."""
+    """Passed on unchanged."""
 
 
 class Merger(nn.Module, ABC):
-    """A method at one site. `needs` names the hints that it reads."""
+    """A method at one site."""
 
     needs: frozenset[str] = frozenset()
+    """Which of `keys`, `importance` and `attention` it reads from the hints."""
     keeps_grid: bool = False
-    """Whether merged tokens form a rectangle again; if not, grid networks restore their grid."""
+    """Whether the merged tokens form a grid; if not, grid networks restore all tokens."""
     own_counts: bool = False
-    """Whether each image keeps its own number of tokens; the plan then holds only on average."""
-
+    """Whether the number of tokens differs between images, so that the plan holds on average."""
     constant: bool = False
-    """The decision is the same for every image: it does not read the tokens."""
-
+    """Whether the decision is the same for all images, so that the tokens are not read."""
     absent: str | None = None
-    """The prefix of its keys while a checkpoint is loaded that has none of them."""
+    """While a checkpoint without this merger's tensors is loaded: the prefix of their keys."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -138,47 +140,48 @@ class Merger(nn.Module, ABC):
     def require_planned(
         self, num_in: int, grid_in: Grid | None, patches: Grid | None = None
     ) -> None:
-        """Refuse tokens that the merger cannot take, even if it would not merge them."""
+        """Raise a ValueError if the merger cannot take tokens of this shape."""
 
     @abstractmethod
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        """Decide which of the tokens become one."""
+        """Decide which tokens to merge."""
+
+    def num_leaving(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> int:
+        """How many patch tokens leave the sequence."""
+        return tokens.shape[1] - self.site.num_prefix - hints.num_out
 
     def set_noise_(self, scale: float) -> None:
-        """Set the scale of the noise that explores other choices in training."""
+        """Set the scale of the exploration noise in training."""
 
     @property
     def active(self) -> bool:
-        """Whether the mask module has everything it needs, such as class statistics."""
+        """Whether its class statistics are set and in use."""
         return False
 
     def unset(self) -> frozenset[str]:
-        """Names of tensors that were never set; saved folders leave them out."""
+        """Names of tensors that were never set; `save` leaves them out."""
         return frozenset()
 
     def activate_(self) -> None:
-        """Do all the work that a trained mask module does."""
+        """Behave as if class statistics were set, so that MACs include their use."""
 
     def reset_classes_(self, num_classes: int) -> None:
-        """Forget everything about the classes, because there are new ones."""
+        """Drop everything learned about the classes and prepare for new ones."""
         self.site = dataclasses.replace(self.site, num_classes=num_classes)
 
     def frozen(self, decision: Decision | None, hints: Hints | None) -> Merger:
-        """The merger that replaces it in deployment; itself if nothing in it is only for training.
+        """The merger to deploy in place of this one; often itself.
 
-        `decision` is its decision on some image, with the hints it got; None where it made none.
+        `decision` and `hints` are those of a forward on a blank image; None if it merged nothing.
         """
         return self
 
     def frozen_as(self, saved: Mapping[str, Tensor]) -> Merger:
-        """What took the place of a merger like this one, from its tensors in a file, by name.
-
-        The tensors are loaded into it afterwards.
-        """
+        """The frozen merger that saved tensors belong to; they are loaded into it afterwards."""
         return self.frozen(None, None)
 
     def adopt_(self, other: Merger) -> None:
-        """Take over what another merger of the same method has learned, where it fits."""
+        """Copy what another merger of the same method has learned, where shapes match."""
         own = self.state_dict()
         for name, value in other.state_dict().items():
             if name in own and own[name].shape == value.shape:
@@ -186,46 +189,46 @@ class Merger(nn.Module, ABC):
 
 
 class StatisticalMerger(Merger):
-    """A merger that learns from class statistics: it observes batches, then takes their sums."""
+    """A merger with class statistics: it sums them over batches, then puts them to use."""
 
     @property
     @abstractmethod
     def keeps_statistics(self) -> bool:
-        """Whether there is anything to learn, with its settings and in its network."""
+        """Whether its settings and its network call for statistics."""
 
     @abstractmethod
     def observe(self, merged: Float[Tensor, "b t2 c"], hints: Hints) -> None:
-        """Add what came out to the sums."""
+        """Add merged tokens to the sums."""
 
     @abstractmethod
     def take_statistics_(self) -> None:
-        """Use the sums of all processes from now on. All processes have to call it."""
+        """Replace the statistics by the sums of all processes. Every process has to call it."""
 
     @abstractmethod
     def forget_statistics_(self) -> None:
-        """Forget the sums and the statistics taken from earlier ones."""
+        """Drop the statistics and the sums."""
 
     @abstractmethod
     def forget_sums_(self) -> None:
-        """Drop unfinished sums; statistics taken from earlier ones stay."""
+        """Drop the sums and keep the statistics."""
 
     @abstractmethod
     def bound(
         self, merged: Float[Tensor, "b t2 c"], hints: Hints, targets: Tensor
     ) -> Float[Tensor, ""] | None:
-        """The information-bottleneck bound of what came out, where statistics are known.
+        """The information-bottleneck bound of merged tokens; None without statistics.
 
         `targets` are labels (b) or distributions over classes (b a).
         """
 
 
 def statistical(mergers: Iterable[Merger]) -> list[StatisticalMerger]:
-    """Those mergers that keep class statistics."""
+    """The mergers that keep class statistics."""
     return [m for m in mergers if isinstance(m, StatisticalMerger) and m.keeps_statistics]
 
 
 def _keep_what_is_absent(merger: Merger, keys: Any) -> None:
-    """A checkpoint without a merger's keys leaves the merger unchanged, and no keys are missing."""
+    """Do not report the keys of a merger as missing if the checkpoint has none of them."""
     prefix, merger.absent = merger.absent, None
     if prefix is not None:
         keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(prefix)]
@@ -233,21 +236,21 @@ def _keep_what_is_absent(merger: Merger, keys: Any) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Images:
-    """What a method may ask about a converted model and the images it is fitted on."""
+    """What `fit_` may ask for: both run the converted model on the images it is fitted on."""
 
     share: Callable[[], float]
-    """The mean share of the original's MACs over the images, from the tokens really left."""
+    """The mean share of the original's MACs, from the tokens that each image really keeps."""
     collect_statistics_: Callable[[], object]
-    """Let every merger that keeps class statistics observe the images, and take them."""
+    """Collect class statistics for every merger that keeps them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExtraLoss:
-    """What a method adds to the loss of a batch."""
+    """What a method adds to the training loss of a batch."""
 
     value: Float[Tensor, ""]
     share: Float[Tensor, ""] | None = None
-    """The share of MACs in this batch, where it differs from image to image."""
+    """The mean share of MACs in this batch, if it differs between images."""
 
 
 _METHODS: dict[str, type[MethodConfig]] = {}
@@ -255,24 +258,25 @@ _METHODS: dict[str, type[MethodConfig]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig(ABC):
-    """A method: its settings, and what the rest of the library asks of it.
+    """The settings of a method, and what the rest of the library asks of it.
 
-    A new method must give a `name` and `build`. It may give, where the default does not suit it:
+    A method has to define `name` and `build`. It may override:
 
     - words: `title`, `description`, `describe`, `colour`, `marker`, `aliases`
     - where it merges, and how much: `choose_sites`, `spread`, `prefers_few`, `keeps_grid`,
       `sequences_only`, `counting`, `for_feature_maps`
-    - what it takes from images: `needs_images`, `fit_`
+    - what it learns from images: `needs_images`, `fit_`
     - training: `learning_rate`, `extra_loss`
-    - what a calibration may search: `unschedulable`, `choices`, `choice_at`, `scheduled`
-    - settings that have parts, or that old files lack: `settings_types`, `from_settings`,
-      `to_settings`, `earlier`, `later`
+    - what calibration may search: `unschedulable`, `variations`, `choices`, `choice_at`,
+      `settings_for`
+    - nested settings, settings with one value per site, compatibility with old files:
+      `settings_types`, `from_settings`, `to_settings`, `per_site`, `earlier`, `later`
 
-    How much to merge is said in one of four ways:
+    The amount of merging is given in one of four ways:
 
     ratio: share of the original network's MACs, the method's own cost included. The default is
         0.7, or half of what can be saved on a network that cannot go so low.
-    per_block: share of tokens that every block keeps (the paper's form; it compounds).
+    per_block: share of tokens that every block keeps, as in the paper; it compounds.
     counts: tokens left after each site, prefix excluded; `(height, width)` pairs on grids.
     num_tokens: tokens that leave a sequence network, prefix excluded, in the order of their
         positions. The last block does not merge unless `sites` says so: language models often read
@@ -289,35 +293,37 @@ class MethodConfig(ABC):
     """Weigh tokens in the attention by the number of patches they stand for."""
 
     by_default: ClassVar[bool] = False
-    """No amount was given, so a network that cannot reach 0.7 gets what it can."""
+    """Set if no amount was given: a network that cannot reach 0.7 then gets a larger ratio."""
     name: ClassVar[str]
-    """What the method is called in commands and files; naming a class registers it."""
+    """The method's name in commands and files; defining it registers the class."""
     title: ClassVar[str]
-    """Its name as people write it; the class's own unless given."""
+    """The method's name in tables and plots; by default the class name."""
     description: ClassVar[str]
-    """What it does with tokens, in a phrase; the first line of the docstring unless given."""
+    """What it does to tokens, in a phrase; by default the first line of the docstring."""
     colour: ClassVar[str | None] = None
-    """Its colour in plots, "#rrggbb"; None takes one that is free."""
+    """Colour in plots, "#rrggbb"; None picks a free one."""
     marker: ClassVar[str | None] = None
+    """matplotlib's marker in plots; None picks a free one."""
     aliases: ClassVar[dict[str, str]] = {}
-    """Short names for the method with some settings, `name=value,...`."""
+    """Short names in commands, each for this method with settings `name=value,...`."""
     prefers_few: ClassVar[bool] = False
-    """Merges once per stage of a grid network, where that is enough, instead of in every block."""
+    """Merge once per stage of a grid network, if that is enough, instead of in every block."""
     sequences_only: ClassVar[bool] = False
-    """Networks whose tokens form grids are refused."""
+    """Refuse networks whose tokens form grids."""
     choices: ClassVar[tuple[Hashable, ...]] = (None,)
-    """What a site of a sequence may do, the usual first: values with a readable `str`."""
+    """What calibration may choose for a site of a sequence, the default first; each has a readable
+    `str`."""
     earlier: ClassVar[dict[str, Any]] = {}
-    """Values of settings that old saved configs lack."""
+    """Defaults for settings that configs saved by older versions lack."""
     later: ClassVar[frozenset[str]] = frozenset({"num_tokens"})
-    """Settings that version 0.1.0 does not know; they are saved where they differ from it."""
+    """Settings that 0.1.0 does not know; files hold them only if they are not the default."""
 
     def __post_init__(self) -> None:
-        given = [name for name in AMOUNTS if getattr(self, name) is not None]
-        if len(given) > 1:
+        amounts = [name for name in AMOUNTS if getattr(self, name) is not None]
+        if len(amounts) > 1:
             ways = f"{', '.join(AMOUNTS[:-1])} and {AMOUNTS[-1]}"
-            raise ValueError(f"{' and '.join(given)}: give one of {ways}.")
-        if not given:
+            raise ValueError(f"{' and '.join(amounts)}: give one of {ways}.")
+        if not amounts:
             object.__setattr__(self, "ratio", 0.7)
             object.__setattr__(self, "by_default", True)
         for field in ("ratio", "per_block"):
@@ -325,14 +331,25 @@ class MethodConfig(ABC):
             if value is not None:
                 require_ratio(field, value)
         settle(self)
-        if self.sites is not None:
-            ascending = tuple(sorted(set(self.sites)))
-            if self.counts is not None and self.sites != ascending:
+        self._settle_sites()
+
+    def _settle_sites(self) -> None:
+        """Sort the sites; settings with one value per site need them sorted from the start."""
+        given = self.sites
+        if given is not None:
+            ascending = tuple(sorted(set(given)))
+            if self.counts is not None and given != ascending:
                 raise ValueError(
-                    f"sites: got {self.sites}; counts go with them one by one: give each site "
-                    "once, in ascending order."
+                    f"sites: got {given}; counts go with them one by one: give each site once, in "
+                    "ascending order."
                 )
             object.__setattr__(self, "sites", ascending)
+        for name, values in self.per_site().items():
+            if values is not None and (given != self.sites or len(values) != len(given or ())):
+                raise ValueError(
+                    f"{name}: got {len(values)} of them, and sites={given}; give one per site, "
+                    "with the sites in ascending order."
+                )
 
     def __init_subclass__(cls) -> None:
         own = vars(cls)
@@ -348,15 +365,19 @@ class MethodConfig(ABC):
         """The merger of one site."""
 
     def left_out(self, sites: Sequence[Site]) -> str:
-        """What a network with such sites has to do without, and why; empty: nothing."""
+        """Which part of the method a network with these sites goes without, and why; else empty."""
         return ""
 
+    def per_site(self) -> dict[str, tuple[Any, ...] | None]:
+        """Settings with one value per site, by name: they need `sites` in ascending order."""
+        return {}
+
     def keeps_grid(self) -> bool:
-        """Whether this method's merged tokens form a rectangle again on grid networks."""
+        """Whether the merged tokens form a grid on grid networks."""
         return False
 
     def choose_sites(self, num_blocks: int) -> tuple[int, ...]:
-        """The blocks that merge unless `sites` says so."""
+        """The blocks of a sequence network that merge if `sites` is not given."""
         return tuple(range(num_blocks))
 
     def spread(
@@ -369,14 +390,14 @@ class MethodConfig(ABC):
         return constant_number(strength, num_in, len(sites))
 
     def counting(self) -> float:
-        """The power of a token's size that the attention of a sequence network counts."""
+        """The power of the token size in the proportional attention of sequence networks."""
         return 1.0
 
     def for_feature_maps(self) -> MethodConfig:
-        """The same settings, with grids restored after every block where that is open."""
+        """These settings for dense tasks, which want full-size maps: restore grids if possible."""
         return self
 
-    # What it takes from images.
+    # What it learns from images.
 
     def needs_images(self) -> bool:
         """Whether a conversion is incomplete before `fit_` has seen images."""
@@ -385,45 +406,46 @@ class MethodConfig(ABC):
     def fit_(  # noqa: B027 - most methods take nothing
         self, mergers: Sequence[Merger], images: Images, *, tolerance: float
     ) -> None:
-        """Give the mergers of a converted model what the method takes from images.
+        """Set what the mergers of a converted model learn from images without training.
 
-        A ratio that is met as a mean is met within `tolerance`.
+        A ratio that holds on average over images is met within `tolerance`.
         """
 
     # Training.
 
     def learning_rate(self, parameter: str) -> float | None:
-        """The learning rate of a merger's parameter; None leaves it to the training's settings."""
+        """The learning rate of a merger's parameter; None uses that of the training settings."""
         return None
 
     def extra_loss(
         self, mergers: Sequence[Merger], share: Callable[[Tensor], Tensor]
     ) -> ExtraLoss | None:
-        """What is added to the loss after a forward in training.
+        """What to add to the loss after a training forward.
 
-        `share` turns the numbers of tokens after each merger into a share of MACs.
+        `share` converts the numbers of tokens after each merger to a share of MACs.
         """
         return None
 
-    # What a calibration may search.
+    # What calibration may search.
 
     def unschedulable(self, *, grid: bool) -> str:
-        """Why no schedule of sites and counts can be searched; empty where one can.
-
-        `grid` is whether the network's tokens form grids.
-        """
+        """Why calibration cannot search a schedule on grids, or on sequences; empty if it can."""
         return ""
 
     def variations(self) -> Iterator[MethodConfig]:
-        """The same method with one setting changed at a time, for a calibration to try.
+        """These settings with one changed at a time, for calibration to try.
 
-        They leave as many tokens and cost as many multiply-adds.
+        Token counts and MACs must stay the same.
         """
         return iter(())
 
     def choice_at(self, block: int) -> Hashable:
-        """Which of its `choices` a site has."""
+        """Which of the `choices` a site has now."""
         return None
+
+    def settings_for(self, choices: tuple[Hashable, ...]) -> dict[str, Any]:
+        """The settings that make these choices, one per site; without any, the default ones."""
+        return {}
 
     def scheduled(
         self,
@@ -433,34 +455,33 @@ class MethodConfig(ABC):
         sites: tuple[int, ...] | None = None,
         choices: tuple[Hashable, ...] = (),
     ) -> MethodConfig:
-        """The same settings with another schedule, the `choices` of its sites included."""
-        amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
-        return dataclasses.replace(self, sites=sites, **amount)
+        """These settings with another schedule: amount, sites, and a choice per site."""
+        return self._replaced(ratio, counts, sites, **self.settings_for(choices))
 
     # Words and files.
 
     def describe(self, site: Site) -> str:
-        """What happens to the tokens of a site, in a phrase."""
+        """What happens to tokens at a site, in a phrase."""
         return self.description
 
     @classmethod
     def settings_types(cls) -> dict[str, Any]:
-        """The type of every setting by its flat name, parts of settings included."""
+        """The type of every setting by its flat name, nested settings included."""
         types = get_type_hints(cls)
         return {field.name: types[field.name] for field in dataclasses.fields(cls)}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> MethodConfig:
-        """The config of flat settings by name."""
+        """Make a config from flat settings."""
         require_known(cls, settings)
         return cls(**settings)
 
     def to_settings(self) -> dict[str, Any]:
-        """Flat settings by name, as `from_settings` takes them."""
+        """The flat settings, as `from_settings` takes them."""
         return dataclasses.asdict(self)
 
     def words(self, ratio: float | None = None) -> str:
-        """The method as commands write it: its name, and what differs from its defaults.
+        """The method as commands take it: its name and the settings that are not the default.
 
         `ltm.models.method_config(words, ratio)` reads it back.
         """
@@ -481,27 +502,35 @@ class MethodConfig(ABC):
         counts: tuple[Count, ...] | None = None,
         sites: tuple[int, ...] | None = None,
     ) -> MethodConfig:
-        """The same settings, but for how much is merged; at the same sites unless given."""
-        sites = self.sites if sites is None else sites
+        """These settings with another amount, at the same sites unless given."""
+        return self._replaced(ratio, counts, self.sites if sites is None else sites)
+
+    def _replaced(
+        self,
+        ratio: float | None,
+        counts: tuple[Count, ...] | None,
+        sites: tuple[int, ...] | None,
+        **settings: Any,
+    ) -> MethodConfig:
         amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
-        return dataclasses.replace(self, sites=sites, **amount)
+        return dataclasses.replace(self, sites=sites, **amount, **settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with the method's name."""
+        """The method's name and settings as plain values, for files."""
         settings, usual = self.to_settings(), type(self)().to_settings()
         new = {name for name in self.later if settings[name] == usual[name]}
         return {"method": self.name, **{n: v for n, v in settings.items() if n not in new}}
 
 
 def _written(value: Any, between: str = "+") -> str:
-    """A setting as text: `3+5+8` for a sequence, `14x14` for a grid in one."""
+    """A setting as text: `3+5+8` for a list, `7x7+5x5` for a list of grids."""
     if isinstance(value, tuple | list):
         return between.join(_written(item, "x") for item in cast("Sequence[Any]", value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def config_from_dict(values: Mapping[str, Any], *, saved: bool = False) -> MethodConfig:
-    """The config of some values; of `saved` ones, what it was when they were written."""
+    """Make a config from what `to_dict` gives; `saved` ones may come from an older version."""
     settings = dict(values)
     method = settings.pop("method", None)
     if not isinstance(method, str) or method not in _METHODS:
@@ -513,12 +542,12 @@ def config_from_dict(values: Mapping[str, Any], *, saved: bool = False) -> Metho
 
 
 def require_known(config: type[MethodConfig], settings: Iterable[str]) -> None:
-    """Refuse settings that a method does not have."""
+    """Raise a ValueError for settings that a method does not have."""
     unknown = set(settings) - set(config.settings_types())
     if unknown:
         raise ValueError(f"{config.name} has no setting {', '.join(sorted(unknown))}.")
 
 
 def methods() -> dict[str, type[MethodConfig]]:
-    """All registered methods by name, those for every family first."""
+    """All registered methods by name; those for sequences only come last."""
     return dict(sorted(_METHODS.items(), key=lambda item: item[1].sequences_only))

@@ -1,15 +1,14 @@
-"""DiffRate: the least important tokens are dropped or merged (Chen et al., 2023).
+"""DiffRate: drop or merge the least important tokens (Chen et al., 2023).
 
 The paper learns by gradient how many tokens each block drops and merges. Here `ltm.calibrate`
-searches them, on unlabelled images and within the budget.
+searches for these numbers on unlabelled images, within the budget.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -18,7 +17,7 @@ from torch import Tensor
 from ltm.core.matching import Match, merge_in_order
 from ltm.core.schedule import constant_rate
 from ltm.core.validation import Within
-from ltm.methods.base import AMOUNTS, Count, Decision, Hints, Merger, MethodConfig, Site
+from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 Share = Annotated[float, Within(0, 1)]
 
@@ -35,13 +34,13 @@ class Dropped:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffRate(MethodConfig):
-    """Tokens to which the class token attends least leave; some are dropped, the others merge."""
+    """The tokens with the least attention from the class token are dropped or merged."""
 
     dropped: Share = 0.5
-    """The share of the tokens that leave a site which are dropped: the least important ones. The
+    """Of the tokens that leave a site, the share that is dropped: the least important ones. The
     others join the most similar token that stays."""
     dropped_at: tuple[Share, ...] | None = None
-    """The share of each site, in place of `dropped`."""
+    """A share for each site, in place of `dropped`."""
 
     name: ClassVar[str] = "diffrate"
     description: ClassVar[str] = "tokens that receive least attention are dropped, or merged"
@@ -50,35 +49,21 @@ class DiffRate(MethodConfig):
     sequences_only: ClassVar[bool] = True
     choices: ClassVar[tuple[Hashable, ...]] = (Dropped(0.5), Dropped(0.0), Dropped(1.0))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        values = self.dropped_at
-        if values is not None and len(values) != len(self.sites or ()):
-            raise ValueError(
-                f"dropped_at: got {len(values)} of them, and sites={self.sites}; give one per site."
-            )
+    def per_site(self) -> dict[str, tuple[Any, ...] | None]:
+        return {"dropped_at": self.dropped_at}
 
     def choice_at(self, block: int) -> Dropped:
         if self.dropped_at is None or self.sites is None or block not in self.sites:
             return Dropped(self.dropped)
         return Dropped(self.dropped_at[self.sites.index(block)])
 
-    def scheduled(
-        self,
-        *,
-        ratio: float | None = None,
-        counts: tuple[Count, ...] | None = None,
-        sites: tuple[int, ...] | None = None,
-        choices: tuple[Hashable, ...] = (),
-    ) -> DiffRate:
-        amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
+    def settings_for(self, choices: tuple[Hashable, ...]) -> dict[str, Any]:
         shares = tuple(choice.share for choice in choices if isinstance(choice, Dropped))
-        return dataclasses.replace(self, sites=sites, dropped_at=shares or None, **amount)
+        return {"dropped_at": shares or None}
 
     def spread(
         self, strength: float, num_in: int, sites: tuple[int, ...], depth: int | None
     ) -> list[int]:
-        """Every site keeps the same share of its tokens."""
         return constant_rate(strength, num_in, len(sites))
 
     def build(self, site: Site) -> Merger:
@@ -86,7 +71,7 @@ class DiffRate(MethodConfig):
 
 
 class DiffRateMerger(Merger):
-    """Sort by the class token's attention, drop the last, merge those before them."""
+    """Sorts tokens by the class token's attention, drops the last and merges those before them."""
 
     needs = frozenset({"importance"})
 
@@ -97,7 +82,7 @@ class DiffRateMerger(Merger):
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         assert hints.importance is not None
         k = self.site.num_prefix
-        num_leaving = tokens.shape[1] - k - hints.num_out
+        num_leaving = self.num_leaving(tokens, hints)
         order = hints.importance[:, k:].argsort(dim=1, descending=True, stable=True) + k
         stays = order[:, : hints.num_out]
         gone = order[:, order.shape[1] - round(self.dropped * num_leaving) :]
@@ -106,7 +91,7 @@ class DiffRateMerger(Merger):
         scores = (unit @ unit.mT).masked_fill(~open_to[:, None], -torch.inf)
         leaves = ~open_to
         leaves[:, :k] = False
-        # As published, a plain mean: tokens do not weigh by their size.
+        # As published, the mean is not weighted by size.
         weight = torch.ones_like(scores[..., 0]).scatter(1, gone, 0.0)
         target = scores.argmax(dim=-1)
         match = Match(leaves=leaves, target=target, num_leaving=num_leaving, num_prefix=k)

@@ -1,7 +1,7 @@
-"""DTEM: tokens are compared in an embedding that is learned for it (Lee and Hong, 2024).
+"""DTEM: ToMe in a learned embedding of the tokens (Lee and Hong, 2024).
 
-The embedding is decoupled: only the choice of pairs reads it, and it trains through a soft
-relaxation of that choice. As published, at inference it is ToMe in the embedding.
+The embedding is decoupled from the network: it is used to choose pairs and for nothing else. It
+trains through a soft relaxation of that choice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ltm.core.matching import match_most_similar, merge_sides_apart
+from ltm.core.matching import merge_most_similar
 from ltm.core.merge import token_sizes
 from ltm.core.relaxation import SoftMerge, continuous_top_k
 from ltm.core.validation import Within
@@ -22,14 +22,14 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 @dataclass(frozen=True, kw_only=True)
 class DTEM(MethodConfig):
-    """ToMe's pairs in a learned embedding; before training they are next to ToMe's."""
+    """ToMe's pairs in a learned embedding; before training they are almost the same as ToMe's."""
 
     width: Annotated[int, Within(1, 4096)] = 64
     """Channels of the embedding."""
     neighbours: Annotated[int, Within(1, 4096)] = 3
-    """In training, the most similar tokens that a token may join."""
+    """In training, how many of the most similar tokens a token may join."""
     temperature: Annotated[float, Within(0, 10, above=True)] = 0.1
-    """In training, of the choice of pairs; smaller is harder."""
+    """In training, the temperature of the choice of pairs; smaller is closer to a hard choice."""
 
     name: ClassVar[str] = "dtem"
     description: ClassVar[str] = "the most similar pairs of a learned embedding become their mean"
@@ -42,7 +42,7 @@ class DTEM(MethodConfig):
 
 
 class DTEMMerger(Merger):
-    """The keys, and beside them what was learned; next to nothing at the start."""
+    """Compares the keys together with a learned embedding, which starts close to zero."""
 
     needs = frozenset({"keys"})
 
@@ -50,18 +50,18 @@ class DTEMMerger(Merger):
         super().__init__(site)
         self.config = config
         self.embedding = nn.Linear(site.width, config.width)
-        nn.init.normal_(self.embedding.weight, std=1e-3)  # of zeros there is no gradient
+        nn.init.normal_(self.embedding.weight, std=1e-3)  # zeros would have no gradient
         nn.init.zeros_(self.embedding.bias)
 
     @property
     def own_counts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """In training all tokens stay."""
+        """In training all tokens are kept."""
         return self.training
 
     def metric(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Float[Tensor, "b t d"]:
-        """Unit keys beside the embedding of the normalised tokens."""
-        keys = tokens if hints.keys is None else hints.keys
-        keys = torch.nn.functional.normalize(keys.detach().float(), dim=-1)
+        """Unit keys, concatenated with the embedding of the normalised tokens."""
+        assert hints.keys is not None
+        keys = torch.nn.functional.normalize(hints.keys.detach().float(), dim=-1)
         plain = torch.nn.functional.layer_norm(tokens.detach().float(), tokens.shape[-1:])
         return torch.cat([keys, self.embedding(plain)], dim=-1)
 
@@ -71,12 +71,20 @@ class DTEMMerger(Merger):
         if self.training and not tokens.is_meta:
             mass = size.expand(tokens.shape[0], -1)[:, k:].float()
             return Decision(merge=self._soft(metric[:, k:], mass))
-        num_leaving = tokens.shape[1] - k - hints.num_out
-        match = match_most_similar(metric, num_leaving, num_prefix=k)
-        return Decision(merge=merge_sides_apart(match, size))
+        merge = merge_most_similar(
+            metric,
+            size,
+            self.num_leaving(tokens, hints),
+            num_prefix=k,
+            in_order=self.config.num_tokens is not None,
+        )
+        return Decision(merge=merge)
 
     def _soft(self, metric: Float[Tensor, "b n d"], mass: Float[Tensor, "b n"]) -> SoftMerge:
-        """Of those that have mass left, as many as the site has places for, even join odd ones."""
+        """Soft pairs among the tokens of most mass, as many as enter this site at inference.
+
+        As in ToMe, tokens at even positions may join those at odd ones.
+        """
         number = min(self.site.num_in, metric.shape[1])
         alive = mass.argsort(dim=1, descending=True, stable=True)[:, :number].sort(dim=1).values
         first, second = alive[:, ::2], alive[:, 1::2]

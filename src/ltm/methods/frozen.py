@@ -1,4 +1,4 @@
-"""A frozen merger: a decision that is the same for every image, kept as constants.
+"""A frozen merger: a decision that is the same for every image, stored as constants.
 
 Letters: n patch tokens, p merged tokens, h and w the sides of a grid.
 """
@@ -18,17 +18,18 @@ from ltm.methods.base import Decision, Hints, Merger, Site
 
 
 class FrozenMerger(Merger):
-    """One matrix on sequences, prefix included; two factors on grids."""
+    """Applies one matrix on sequences, prefix included, and two factors on grids."""
 
     constant = True
     PREFIX: ClassVar[str] = "fixed_"
-    """Of the constants in a state dict."""
+    """How the names of its tensors begin."""
 
     fixed_matrix: Tensor
     fixed_back: Tensor
     fixed_who: Tensor | None
-    """The tokens of every place, as kernels read them; not saved, no more than their shares."""
+    """The tokens of each merged token, for a kernel; derived from the matrix, so not saved."""
     fixed_share: Tensor | None
+    """Their shares; not saved either."""
     fixed_rows: Tensor
     fixed_columns: Tensor
     fixed_weight: Tensor | None
@@ -46,7 +47,7 @@ class FrozenMerger(Merger):
 
     @staticmethod
     def of(site: Site, merge: Merge, size: Float[Tensor, "1 kn"]) -> FrozenMerger:
-        """Keep a merge; `size` are the sizes of the tokens before it."""
+        """Store a merge; `size` holds the sizes of the tokens before it."""
         if isinstance(merge, GridMerge):
             return FrozenMerger(site, {**_factors(merge), "size_out": merge.sizes(size)})
         static = StaticMerge.fold(merge, size)
@@ -55,16 +56,12 @@ class FrozenMerger(Merger):
 
     @staticmethod
     def saved_in(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The constants among the tensors of a merger; none where it was not folded."""
+        """The constants among the saved tensors of a merger; empty if there are none."""
         prefix = FrozenMerger.PREFIX
         return {n.removeprefix(prefix): v for n, v in saved.items() if n.startswith(prefix)}
 
-    def frozen_as(self, saved: Mapping[str, Tensor]) -> Merger:
-        constants = self.saved_in(saved)
-        return FrozenMerger(self.site, constants) if constants else self
-
     def list_members_(self) -> None:
-        """Follow the matrix of a sequence."""
+        """Update what is derived from the matrix of a sequence."""
         found = None if self.separable else members_of(self.fixed_matrix)
         who, share = (None, None) if found is None else found
         self.register_buffer("fixed_who", who, persistent=False)
@@ -114,7 +111,7 @@ def _list_members(merger: FrozenMerger, _keys: object) -> None:
 
 
 def _factors(merge: GridMerge) -> dict[str, Tensor]:
-    """Two normalised factors; a weight that is a product over the sides goes into them."""
+    """The factors of a grid merge, with the weight folded in if it is separable."""
     h, w = merge.grid_in
     table = merge.rows.new_ones(h, w) if merge.weight is None else merge.weight[0].reshape(h, w)
     row_weight, column_weight = table.sum(1), table.sum(0)

@@ -1,11 +1,12 @@
 """LTMP: learned thresholds for merging and pruning (Bonnaerens and Dambre, 2023).
 
-Two scalars a block. A token whose best match is more similar than the merge threshold joins it; a
-token that receives less attention than the prune threshold is dropped. How many leave differs from
-image to image. In training, under compilation and on `meta` nothing is removed: tokens of size zero
-are masked in the attention. In evaluation they are removed, the batch padded to its longest image.
+Each block has two thresholds. A token whose best match is more similar than the merge threshold
+joins it; a token that receives less attention than the prune threshold is dropped. The number of
+tokens that leave differs between images. In evaluation they are removed, and the batch is padded to
+its longest image. In training and under compilation they stay with size zero, which masks them in
+the attention.
 
-So the ratio is met as a mean: a loss pulls the share of MACs towards it in training, and
+The ratio therefore holds on average: in training a loss pulls the share of MACs towards it, and
 `set_thresholds_` meets it on given images.
 
 Letters: b images, t tokens with their prefix, d features of the metric.
@@ -22,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ltm.core.matching import match_most_similar, merge_in_order
+from ltm.core.matching import merge_most_similar
 from ltm.core.merge import MatchedMerge, Merge, token_sizes
 from ltm.core.support import straight_through
 from ltm.core.validation import Within
@@ -44,11 +45,11 @@ class LTMP(MethodConfig):
     """Thresholded merging and pruning; `ratio` is met on average, with thresholds set on data."""
 
     merge_threshold: Annotated[float, Within(-2, 2)] = 0.9
-    """Of cosine similarities: above 1 nothing merges."""
+    """A threshold on cosine similarity: above 1 nothing merges."""
     prune_threshold: Annotated[float, Within(-2, 2)] = 0.0
-    """Of the attention received: at 0 nothing is dropped."""
+    """A threshold on the attention received: at 0 nothing is dropped."""
     temperature: Annotated[float, Within(1e-6, 1e3)] = 0.1
-    """Width of the sigmoid through which thresholds learn."""
+    """Width of the sigmoid that gives the thresholds their gradient."""
     merge_threshold_lr: _Rate = 5e-3
     """Learning rate of the merge thresholds."""
     prune_threshold_lr: _Rate = 5e-6
@@ -105,16 +106,16 @@ class LTMP(MethodConfig):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MaskedMerge(Merge):
-    """Tokens keep their places: what moves adds to its partner, what is gone has size zero."""
+    """Tokens keep their places: one that moves is added to its partner and left with size zero."""
 
     partner: Int[Tensor, "b t"]
     moves: Float[Tensor, "b t"]
-    """One where a token joins its partner; carries the straight-through gradient."""
+    """One where a token joins its partner, with a straight-through gradient."""
     stays: Float[Tensor, "b t"]
     """Zero where a token is pruned."""
     size: Float[Tensor, "b t"]
     heir: Int[Tensor, "b t"]
-    """Each token's most similar one that is left: where a token is restored from that is gone."""
+    """Each token's most similar one among those left; a dropped token is restored from it."""
 
     @property
     def num_in(self) -> int:
@@ -136,7 +137,7 @@ class MaskedMerge(Merge):
         return torch.where(total > 0, merged, x)
 
     def places(self) -> tuple[Int[Tensor, "b t"], Bool[Tensor, "b t"]]:
-        """Where each token went, and whether it is still there."""
+        """Where each token went, and whether that place is still occupied."""
         alive = self.sizes(self.size) > 0
         itself = torch.arange(alive.shape[1], device=alive.device)
         place = torch.where(self.moves > 0.5, self.partner, itself)
@@ -160,7 +161,7 @@ class MaskedMerge(Merge):
 
 
 class LTMPMerger(Merger):
-    """A merge threshold and a prune threshold."""
+    """Merges above one threshold and prunes below another."""
 
     needs = frozenset({"keys", "attention"})
     own_counts = True
@@ -171,10 +172,10 @@ class LTMPMerger(Merger):
         self.merge_threshold = nn.Parameter(torch.tensor(float(config.merge_threshold)))
         self.prune_threshold = nn.Parameter(torch.tensor(float(config.prune_threshold)))
         self.kept: Float[Tensor, ""] | None = None
-        """Mean share of the patches that the last training forward kept; it carries gradient."""
+        """The mean share of patches kept by the last training forward, with its gradient."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A part of a graph can be neither copied nor pickled.
+        # `kept` is part of an autograd graph, which can be neither copied nor pickled.
         return {**self.__dict__, "kept": None}
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
@@ -184,44 +185,40 @@ class LTMPMerger(Merger):
         places = hints.carry
         if places is None:
             places = torch.arange(tokens.shape[1], device=tokens.device).expand(size.shape)
-        scores = self._similarities(tokens, hints)
+        scores = _similarities(hints)
         similarity, partner = self._partners(scores, places, size)
         moves = self._gate(similarity, self.merge_threshold) * (size > 0)
-        attention = size if hints.attention is None else hints.attention
+        attention = hints.attention
+        assert attention is not None
         stays = self._gate(attention, self.prune_threshold, inclusive=True)
         k = self.site.num_prefix
         prefix = torch.arange(tokens.shape[1], device=tokens.device) < k
         moves, stays = moves.masked_fill(prefix, 0), stays.masked_fill(prefix, 1)
-        if k == 0:  # Something has to be left: the token that receives most attention.
+        if k == 0:  # at least one token has to stay: the one that receives most attention
             strongest = attention.masked_fill(size <= 0, -1.0).argmax(dim=1, keepdim=True)
             moves, stays = moves.scatter(1, strongest, 0.0), stays.scatter(1, strongest, 1.0)
         merge = MaskedMerge(
             partner=partner, moves=moves, stays=stays, size=size, heir=partner, num_prefix=k
         )
         left = (merge.sizes(size) > 0)[:, None, :]
-        # Prefix tokens inherit only where nothing else is left.
+        # A prefix token is an heir only if nothing else is left.
         heir = scores.masked_fill(prefix, -2.0).masked_fill(~left, -3.0).argmax(dim=-1)
         merge = dataclasses.replace(merge, heir=heir)
         if self.training:
             sizes = merge.sizes(size)[:, k:]
-            # Not `clamp`: at its bound, where whole tokens are, torch 2.15 gives no gradient.
+            # Not `clamp`: torch 2.15 gives no gradient at its bound, where whole tokens are.
             alive = torch.where(sizes > 1, 1.0, sizes).sum(1)
             self.kept = (alive / self.site.grid[0] / self.site.grid[1]).mean()
         if self.training or torch.compiler.is_compiling():
             return Decision(merge=merge, carry=places)
         return _compact(merge, places)
 
-    def _similarities(self, tokens: Tensor, hints: Hints) -> Float[Tensor, "b t t"]:
-        metric = tokens if hints.keys is None else hints.keys
-        unit = torch.nn.functional.normalize(metric.float(), dim=-1)
-        return unit @ unit.mT
-
     def _partners(
         self, scores: Float[Tensor, "b t t"], places: Int[Tensor, "b t"], size: Tensor
     ) -> tuple[Float[Tensor, "b t"], Int[Tensor, "b t"]]:
         """Each even token's most similar odd token.
 
-        Sides go by the original place, so that removing tokens and masking them decide alike.
+        Parity is that of the original place, so that removing and masking give the same pairs.
         """
         alive, prefix = size > 0, places < self.site.num_prefix
         first = alive & ~prefix & (places % 2 == 0)
@@ -230,23 +227,35 @@ class LTMPMerger(Merger):
         return scores.masked_fill(~allowed, -1.0).max(dim=-1)
 
     def _gate(self, value: Tensor, threshold: Tensor, *, inclusive: bool = False) -> Tensor:
-        """One above the threshold, else zero; the gradient of a sigmoid."""
+        """One above the threshold, else zero, with the gradient of a sigmoid."""
         soft = torch.sigmoid((value - threshold) / self.config.temperature)
         hard = value >= threshold if inclusive else value > threshold
         return straight_through(hard, soft) if self.training else hard.to(soft.dtype)
 
     def _planned(self, tokens: Tensor, hints: Hints) -> Decision:
-        k = self.site.num_prefix
-        self._similarities(tokens, hints)  # The matching of all tokens that evaluation does.
-        metric = tokens if hints.keys is None else hints.keys
-        match = match_most_similar(metric, tokens.shape[1] - k - hints.num_out, num_prefix=k)
-        return Decision(merge=merge_in_order(match, token_sizes(tokens, hints.size)))
+        """On `meta`: the planned number of tokens, at the cost of comparing all of them."""
+        assert hints.keys is not None
+        _similarities(hints)
+        merge = merge_most_similar(
+            hints.keys,
+            token_sizes(tokens, hints.size),
+            self.num_leaving(tokens, hints),
+            num_prefix=self.site.num_prefix,
+            in_order=True,
+        )
+        return Decision(merge=merge)
+
+
+def _similarities(hints: Hints) -> Float[Tensor, "b t t"]:
+    assert hints.keys is not None
+    unit = torch.nn.functional.normalize(hints.keys.float(), dim=-1)
+    return unit @ unit.mT
 
 
 def _compact(merge: MaskedMerge, places: Int[Tensor, "b t"]) -> Decision:
-    """Remove what has size zero; shorter images are padded by tokens of size zero."""
+    """Remove tokens of size zero, and pad shorter images with such tokens."""
     alive: Bool[Tensor, "b t"] = merge.sizes(merge.size) > 0
-    # Of no images nothing is removed.
+    # An empty batch has no longest image.
     longest = int(alive.sum(dim=1).max()) if len(alive) else alive.shape[1]
     order = torch.argsort((~alive).to(torch.int8), dim=1, stable=True)
     rank = torch.argsort(order, dim=1)
@@ -266,7 +275,7 @@ def _ours(mergers: Sequence[Merger]) -> list[LTMPMerger]:
 
 
 def tokens_left(mergers: Sequence[LTMPMerger]) -> Float[Tensor, "s"]:
-    """Patches after each merger in the last training forward, a mean with its gradient."""
+    """The mean number of patches after each merger in the last training forward, with gradient."""
     left: list[Tensor] = []
     for merger in mergers:
         if merger.kept is None:
@@ -283,9 +292,9 @@ def set_thresholds_(
     *,
     tolerance: float = 0.005,
 ) -> float:
-    """Move all thresholds together until the mean share of MACs, as measured, meets the target.
+    """Move all thresholds together until the measured mean share of MACs meets the target.
 
-    Returns the share that was measured, which is within `tolerance` of the target.
+    Returns the measured share, which is within `tolerance` of the target.
     """
     start = [(float(m.merge_threshold), float(m.prune_threshold)) for m in mergers]
 
@@ -317,10 +326,10 @@ def set_thresholds_(
 
 
 def _moved(merge: float, prune: float, strength: float, num_tokens: int) -> tuple[float, float]:
-    """Thresholds at a strength: at -1 nothing leaves, at 0 they are as they were, at 1 most leaves.
+    """The thresholds at a strength: -1 removes nothing, 0 changes nothing, 1 removes the most.
 
-    Pruning does most of the way, up to four times the mean attention (one over the number of
-    tokens): on a pretrained ViT at 0.7 that cost 1.0 points, merging alone 2.8.
+    Most of the change is in pruning, up to four times the mean attention (one over the number of
+    tokens): on a pretrained ViT at 0.7 this lost 1.0 points, merging alone 2.8.
     """
     if strength < 0:
         return merge + (1.001 - merge) * -strength, prune * (1 + strength)

@@ -1,4 +1,4 @@
-"""PiToMe: tokens of high energy, those in large groups of alike ones, merge (Tran et al., 2024)."""
+"""PiToMe: merge tokens of high energy, which are similar to many others (Tran et al., 2024)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 @dataclass(frozen=True, kw_only=True)
 class PiToMe(MethodConfig):
-    """Energy-based merging: tokens that are like many others pair up, the rest is protected."""
+    """Energy-based merging: tokens similar to many others are paired, the rest are protected."""
 
     margin: Annotated[float, Within(0, 1)] = 0.9
-    """The similarity from which tokens attract each other, at the first block; it falls linearly to
+    """The similarity above which tokens attract each other in the first block; it falls linearly to
     0 over the depth."""
     alpha: Annotated[float, Within(0, 10)] = 1.0
-    """How strongly tokens below the margin repel each other."""
+    """How strongly less similar tokens repel each other."""
 
     name: ClassVar[str] = "pitome"
     description: ClassVar[str] = "tokens that are like many others pair up and become their mean"
@@ -38,12 +38,11 @@ class PiToMe(MethodConfig):
     def spread(
         self, strength: float, num_in: int, sites: tuple[int, ...], depth: int | None
     ) -> list[int]:
-        """Every site keeps the same share of its tokens."""
         return constant_rate(strength, num_in, len(sites))
 
 
 class PiToMeMerger(Merger):
-    """Of the tokens of highest energy, every other one joins its most similar one of the rest."""
+    """Of the tokens with the highest energy, merges every other one into the most similar rest."""
 
     needs = frozenset({"keys"})
 
@@ -52,12 +51,12 @@ class PiToMeMerger(Merger):
         self.margin, self.alpha = margin, alpha
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
+        assert hints.keys is not None
         k = self.site.num_prefix
-        metric = (tokens if hints.keys is None else hints.keys)[:, k:]
-        unit = torch.nn.functional.normalize(metric.float(), dim=-1)
+        unit = torch.nn.functional.normalize(hints.keys[:, k:].float(), dim=-1)
         found = match_by_energy(
             unit @ unit.mT,
-            metric.shape[1] - hints.num_out,
+            self.num_leaving(tokens, hints),
             margin=self.margin,
             alpha=self.alpha,
             num_prefix=k,
@@ -78,10 +77,10 @@ def match_by_energy(
     alpha: float,
     num_prefix: int = 0,
 ) -> Match:
-    """Of twice as many tokens as leave, in the order of falling energy, every other one leaves.
+    """Sort tokens by falling energy; of the first `2 num_leaving`, every other one leaves.
 
-    Each goes to the most similar one of those that it takes turns with. Where more than half of the
-    tokens leave, it is those of highest energy, and all others may take them in.
+    Each joins the most similar of those in between. If more than half of the tokens leave, those
+    with the highest energy do, and each may join any other.
     """
     order = energy(similarity, margin, alpha).argsort(dim=1, descending=True, stable=True)
     num_tokens = order.shape[1]
@@ -92,10 +91,4 @@ def match_by_energy(
     leaves = absent.scatter(1, leaving, value=True)
     takes = absent.scatter(1, taking, value=True)
     target = similarity.masked_fill(~takes[:, None], -torch.inf).argmax(dim=-1)
-    pad = torch.nn.functional.pad
-    return Match(
-        leaves=pad(leaves, (num_prefix, 0)),
-        target=pad(target + num_prefix, (num_prefix, 0)),
-        num_leaving=num_leaving,
-        num_prefix=num_prefix,
-    )
+    return Match.of_patches(leaves, target, num_leaving, num_prefix)

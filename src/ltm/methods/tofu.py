@@ -1,4 +1,4 @@
-"""ToFu: prune one of a pair early, fuse it with its norm kept later (Kim et al., 2024)."""
+"""ToFu: early blocks drop one token of a pair, later ones fuse both (Kim et al., 2024)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core.matching import match_most_similar, merge_in_order, merge_sides_apart
+from ltm.core.matching import merge_most_similar
 from ltm.core.merge import token_sizes
 from ltm.core.validation import Within
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -16,10 +16,10 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 @dataclass(frozen=True, kw_only=True)
 class ToFu(MethodConfig):
-    """ToMe's matching; the source of a pair is dropped early and fused (MLERP) later."""
+    """ToMe's matching; early blocks drop one token of a pair, later ones fuse both (MLERP)."""
 
     switch: Annotated[float, Within(0, 1)] = 0.5
-    """The share of the depth at which dropping gives way to fusing."""
+    """The share of the depth after which tokens are fused instead of dropped."""
 
     name: ClassVar[str] = "tofu"
     description: ClassVar[str] = (
@@ -34,22 +34,26 @@ class ToFu(MethodConfig):
 
 
 class ToFuMerger(Merger):
-    """The pairs of the most similar keys lose their source, or become one direction.
+    """Of the pairs with the most similar keys, drops one token or fuses both.
 
-    The direction is their mean, and its length the larger of their norms (MLERP).
+    Fused tokens have the direction of their mean and the larger of their norms (MLERP).
     """
 
     needs = frozenset({"keys"})
 
-    def __init__(self, site: Site, *, prune: bool, in_order: bool = False) -> None:
+    def __init__(self, site: Site, *, prune: bool, in_order: bool) -> None:
         super().__init__(site)
         self.prune, self.in_order = prune, in_order
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        prefix = self.site.num_prefix
-        num_leaving = tokens.shape[1] - prefix - hints.num_out
-        metric = tokens if hints.keys is None else hints.keys
-        match = match_most_similar(metric, num_leaving, num_prefix=prefix)
-        size = token_sizes(tokens, hints.size)
-        put = merge_in_order if self.in_order else merge_sides_apart
-        return Decision(merge=put(match, size, prune=self.prune, keep_norm=not self.prune))
+        assert hints.keys is not None
+        merge = merge_most_similar(
+            hints.keys,
+            token_sizes(tokens, hints.size),
+            self.num_leaving(tokens, hints),
+            num_prefix=self.site.num_prefix,
+            in_order=self.in_order,
+            prune=self.prune,
+            keep_norm=not self.prune,
+        )
+        return Decision(merge=merge)

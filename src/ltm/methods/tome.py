@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from ltm.core.matching import match_most_similar, merge_in_order, merge_sides_apart
+from ltm.core.matching import merge_most_similar
 from ltm.core.merge import token_sizes
 from ltm.core.schedule import constant_number, falling_number
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
@@ -16,11 +16,11 @@ from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 @dataclass(frozen=True, kw_only=True)
 class ToMe(MethodConfig):
-    """Bipartite soft matching on the mean attention key, as many pairs in every block."""
+    """Bipartite soft matching on the mean attention key, with equally many pairs in every block."""
 
     schedule: Literal["constant", "decreasing"] = "constant"
-    """As many tokens leave every block; or ever fewer, which is the paper's other schedule and
-    better below 0.5 of the multiply-adds."""
+    """Remove equally many tokens in every block, or fewer from block to block. The latter is the
+    paper's other schedule, and better below 0.5 of the multiply-adds."""
 
     name: ClassVar[str] = "tome"
     description: ClassVar[str] = "the most similar pairs become their mean"
@@ -39,18 +39,21 @@ class ToMe(MethodConfig):
 
 
 class ToMeMerger(Merger):
-    """The pairs of the most similar keys join; nothing is learned."""
+    """Merges the pairs with the most similar keys; nothing is learned."""
 
     needs = frozenset({"keys"})
 
-    def __init__(self, site: Site, *, in_order: bool = False) -> None:
+    def __init__(self, site: Site, *, in_order: bool) -> None:
         super().__init__(site)
         self.in_order = in_order
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        prefix = self.site.num_prefix
-        num_leaving = tokens.shape[1] - prefix - hints.num_out
-        metric = tokens if hints.keys is None else hints.keys
-        match = match_most_similar(metric, num_leaving, num_prefix=prefix)
-        put = merge_in_order if self.in_order else merge_sides_apart
-        return Decision(merge=put(match, token_sizes(tokens, hints.size)))
+        assert hints.keys is not None
+        merge = merge_most_similar(
+            hints.keys,
+            token_sizes(tokens, hints.size),
+            self.num_leaving(tokens, hints),
+            num_prefix=self.site.num_prefix,
+            in_order=self.in_order,
+        )
+        return Decision(merge=merge)

@@ -1,7 +1,8 @@
-"""LTM: learnable token merging, a step down the information-bottleneck bound in every block.
+"""LTM: learnable token merging, with a step down the information-bottleneck bound in every block.
 
-The mask of a site is `G = A (m e^s) / A^T (m e^s)`: a support `A` (`matched.py`, `learned.py`),
-token sizes `m`, and `s`, one logit per token that the sites hand on (`step.py`).
+The mask of a site is `G = A (m e^s) / A^T (m e^s)`, where `A` is the support (`matched.py`,
+`learned.py`), `m` are the token sizes, and `s` is one logit per token, which each site updates and
+passes on (`step.py`).
 """
 
 from ltm.methods.ltm.config import LTM, ByFamily

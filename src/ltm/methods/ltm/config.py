@@ -1,7 +1,7 @@
 """The settings of LTM, and where it merges.
 
-A support and weights are values; files and commands have all settings flat, on one level, as
-version 0.1.0 had.
+Support and weights are nested values here; files and commands keep all settings on one level, as
+version 0.1.0 did.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import numpy as np
 from ltm.core.schedule import weighted_rate
 from ltm.core.validation import settle
 from ltm.methods.base import (
-    AMOUNTS,
-    Count,
     Images,
     Merger,
     MethodConfig,
@@ -32,24 +30,25 @@ from ltm.methods.ltm.matched import Choice, Matched, MatchingMerger, Operator, U
 from ltm.methods.ltm.step import Informative, has_too_many
 
 # Where merging hurts least on pretrained ViTs: nothing in the first quarter, most in the middle.
-PROFILE_DEPTH = (3 / 12, 5 / 12, 8 / 12)
-PROFILE_LEAVING = (0.12, 0.27, 0.39)
+_PROFILE_DEPTH = (3 / 12, 5 / 12, 8 / 12)
+_PROFILE_LEAVING = (0.12, 0.27, 0.39)
 # Below this share of MACs three sites would have to remove too much at once.
-FEW_SITES_DOWN_TO = 0.45
-MANY_DEPTH = (2 / 12, 3 / 12, 5 / 12, 7 / 12, 9 / 12)
+_FEW_SITES_DOWN_TO = 0.45
+_MANY_DEPTH = (2 / 12, 3 / 12, 5 / 12, 7 / 12, 9 / 12)
 # Below this one the first block has to merge too.
-LATE_SITES_DOWN_TO = 0.35
-EARLY_DEPTH = (0, 2 / 12, 3 / 12, 5 / 12, 8 / 12)
-# Strong merging is best spread evenly: the profile gives way to equal shares between these ratios.
-PROFILE_DOWN_TO, EQUAL_FROM = 0.65, 0.55
+_LATE_SITES_DOWN_TO = 0.35
+_EARLY_DEPTH = (0, 2 / 12, 3 / 12, 5 / 12, 8 / 12)
+# Strong merging is best spread evenly: between these ratios the profile turns into equal shares.
+_PROFILE_DOWN_TO, _EQUAL_FROM = 0.65, 0.55
 
-
-# Values of the matching's settings that a calibration tries.
-LADDERS = {
+# Values of matching settings that calibration tries.
+_LADDERS = {
     "attended": (0.25, 0.5, 0.75, 1.0, 1.5),
     "size_power": (0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
 }
 
+_PER_SITE = ("operators", "protections")
+"""Settings of a matching with one value per site."""
 
 _PHRASES: dict[Operator, str] = {
     "merge": "tokens that are missed least join their nearest, weighted",
@@ -62,7 +61,7 @@ _PHRASES: dict[Operator, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ByFamily:
-    """Matched on sequences, learned on grids: what suits pretrained networks of each family."""
+    """Matched on sequences, learned on grids, which suits pretrained networks."""
 
     matched: Matched = field(default_factory=Matched)
     learned: Learned = field(default_factory=Learned)
@@ -76,21 +75,21 @@ Weights = Informative | Literal["uniform"] | None
 
 
 def _by_family(matched: Matched, learned: Learned) -> ByFamily | None:
-    """Both supports; None where both are the usual ones."""
+    """Both supports; None, the default of `support`, if both are the default ones."""
     support = ByFamily(matched=matched, learned=learned)
     return None if support == ByFamily() else support
 
 
 @dataclass(frozen=True, kw_only=True)
 class LTM(MethodConfig):
-    """Settings of learnable token merging. The defaults suit pretrained networks."""
+    """Learnable token merging. The defaults suit pretrained networks."""
 
     support: Support | None = None
-    """Which tokens may join: `Matched(...)`, found per image, or `Learned(...)`, a trained static
-    pattern; None is `ByFamily()`: matched on sequences, learned on grids."""
+    """Which tokens may merge: `Matched(...)`, found per image, or `Learned(...)`, a trained static
+    pattern. None means `ByFamily()`: matched on sequences, learned on grids."""
     weights: Weights = field(default_factory=Informative)
-    """Weigh tokens by the information-bottleneck step as well as by size; None or "uniform" do by
-    size alone."""
+    """Weigh tokens by the information-bottleneck step as well as by size; None or "uniform" weigh
+    by size alone."""
 
     name: ClassVar[str] = "ltm"
     description: ClassVar[str] = "tokens that are missed least join their nearest, weighted"
@@ -113,35 +112,29 @@ class LTM(MethodConfig):
     earlier: ClassVar[dict[str, Any]] = {"attended": 0.0, "size_power": 1.0}
 
     def __post_init__(self) -> None:
-        given = self.sites
         super().__post_init__()
         if self.weights == "uniform":
             object.__setattr__(self, "weights", None)
-        for name in ("operators", "protections"):
-            values = getattr(self.matched, name)
-            ascending = given is not None and list(given) == sorted(set(given))
-            if values is not None and not (ascending and len(values) == len(given or ())):
-                raise ValueError(
-                    f"{name}: got {len(values)} of them, and sites={given}; give one per site, "
-                    "with the sites in ascending order."
-                )
+
+    def per_site(self) -> dict[str, tuple[Any, ...] | None]:
+        return {name: getattr(self.matched, name) for name in _PER_SITE}
 
     @property
     def matched(self) -> Matched:
-        """What a matched support does, if this config has one."""
+        """The settings of a matched support; the default ones if `support` has none."""
         if isinstance(self.support, ByFamily):
             return self.support.matched
         return self.support if isinstance(self.support, Matched) else Matched()
 
     @property
     def learned(self) -> Learned:
-        """What a learned support does, if this config has one."""
+        """The settings of a learned support; the default ones if `support` has none."""
         if isinstance(self.support, ByFamily):
             return self.support.learned
         return self.support if isinstance(self.support, Learned) else Learned()
 
     def is_learned(self, *, grid: bool) -> bool:
-        """Whether this config means a learned support on a grid network, or on a sequence."""
+        """Whether the support is learned, on grids or on sequences."""
         if isinstance(self.support, Matched | Learned):
             return isinstance(self.support, Learned)
         return grid
@@ -175,8 +168,8 @@ class LTM(MethodConfig):
     def build(self, site: Site) -> Merger:
         weights = self.weights if isinstance(self.weights, Informative) else None
         if self.is_learned(grid=site.grid_in is not None):
-            for name in ("operators", "protections"):
-                if getattr(self.matched, name) is not None:
+            for name, values in self.per_site().items():
+                if values is not None:
                     raise ValueError(
                         f"{name}: they belong to a matching, and this network keeps its grids: "
                         "give support=Matched(...), or leave them out."
@@ -196,10 +189,10 @@ class LTM(MethodConfig):
         return ""
 
     def variations(self) -> Iterator[LTM]:
-        """One step up or down in one setting of the matching."""
+        """The next lower and the next higher value of each setting in `_LADDERS`."""
         if isinstance(self.support, Learned):
             return
-        for name, ladder in LADDERS.items():
+        for name, ladder in _LADDERS.items():
             value = getattr(self.matched, name)
             below = [other for other in ladder if other < value]
             above = [other for other in ladder if other > value]
@@ -208,29 +201,20 @@ class LTM(MethodConfig):
                 yield dataclasses.replace(self, support=self._supporting(matched))
 
     def _supporting(self, matched: Matched) -> Support | None:
-        """The support with another matching."""
+        """This support with other settings of its matching."""
         alone = isinstance(self.support, Matched)
         return matched if alone else _by_family(matched, self.learned)
 
-    def scheduled(
-        self,
-        *,
-        ratio: float | None = None,
-        counts: tuple[Count, ...] | None = None,
-        sites: tuple[int, ...] | None = None,
-        choices: tuple[Hashable, ...] = (),
-    ) -> LTM:
-        chosen = [choice for choice in choices if isinstance(choice, Choice)]
-        amount = {**dict.fromkeys(AMOUNTS), "ratio": ratio, "counts": counts}
+    def settings_for(self, choices: tuple[Hashable, ...]) -> dict[str, Any]:
         if isinstance(self.support, Learned):
-            return dataclasses.replace(self, sites=sites, **amount)
+            return {}
+        chosen = [choice for choice in choices if isinstance(choice, Choice)]
         matched = dataclasses.replace(
             self.matched,
             operators=tuple(choice.operator for choice in chosen) or None,
             protections=tuple(choice.protection for choice in chosen) or None,
         )
-        support = self._supporting(matched)
-        return dataclasses.replace(self, sites=sites, support=support, **amount)
+        return {"support": self._supporting(matched)}
 
     def describe(self, site: Site) -> str:
         if self.is_learned(grid=site.grid_in is not None):
@@ -269,24 +253,24 @@ class LTM(MethodConfig):
         if self.ratio is None and self.num_tokens is None:
             return tuple(range(num_blocks))
         ratio = 1.0 if self.ratio is None else self.ratio
-        depths = MANY_DEPTH if ratio >= LATE_SITES_DOWN_TO else EARLY_DEPTH
-        if ratio >= FEW_SITES_DOWN_TO:
-            depths = PROFILE_DEPTH
+        depths = _MANY_DEPTH if ratio >= _LATE_SITES_DOWN_TO else _EARLY_DEPTH
+        if ratio >= _FEW_SITES_DOWN_TO:
+            depths = _PROFILE_DEPTH
         return tuple(sorted({round(depth * num_blocks) for depth in depths}))
 
     def spread(
         self, strength: float, num_in: int, sites: tuple[int, ...], depth: int | None
     ) -> list[int]:
-        even = (PROFILE_DOWN_TO - (self.ratio or 1.0)) / (PROFILE_DOWN_TO - EQUAL_FROM)
+        even = (_PROFILE_DOWN_TO - (self.ratio or 1.0)) / (_PROFILE_DOWN_TO - _EQUAL_FROM)
         even = min(max(even, 0.0), 1.0)
-        mean = sum(PROFILE_LEAVING) / len(PROFILE_LEAVING)
+        mean = sum(_PROFILE_LEAVING) / len(_PROFILE_LEAVING)
 
         def share(site: int) -> float:
             if self.choice_at(site).operator == "none":
                 return 0.0
             if depth is None:
                 return mean
-            profile = float(np.interp(site / depth, PROFILE_DEPTH, PROFILE_LEAVING))
+            profile = float(np.interp(site / depth, _PROFILE_DEPTH, _PROFILE_LEAVING))
             return (1 - even) * profile + even * mean
 
         return weighted_rate(strength, num_in, [share(site) for site in sites])
@@ -303,7 +287,7 @@ _FORMS: dict[type[Any], str] = {
     Informative: "weights=Informative",
 }
 _FLAT = frozenset(name for part in _FORMS for name in _fields(part))
-"""Settings that are parts of others now."""
+"""Settings that are fields of a support or of weights now."""
 
 
 def _flat_types() -> dict[str, Any]:
@@ -332,7 +316,7 @@ def _flatten(support: Support | None, weights: Weights) -> dict[str, Any]:
 
 
 def _support_of(settings: Mapping[str, Any]) -> Support | None:
-    """The support that flat settings mean."""
+    """The support that flat settings describe."""
     kind = settings.get("support")
     if kind not in (None, *_KINDS):
         raise ValueError(f"support: got {kind!r}; it must be 'matching' or 'learned', or None.")
@@ -344,7 +328,7 @@ def _support_of(settings: Mapping[str, Any]) -> Support | None:
             "differ from image to image."
         )
     if kind == "learned" or learned != Learned():
-        for name in ("operators", "protections"):
+        for name in _PER_SITE:
             if getattr(matched, name) is not None:
                 raise ValueError(f"{name}: they belong to support='matching'.")
         return learned
@@ -352,7 +336,7 @@ def _support_of(settings: Mapping[str, Any]) -> Support | None:
 
 
 def _weights_of(settings: Mapping[str, Any]) -> Informative | None:
-    """The weights that flat settings mean."""
+    """The weights that flat settings describe."""
     kind, informative = settings.get("weights", "informative"), _part(Informative, settings)
     if kind not in ("informative", "uniform"):
         raise ValueError(f"weights: got {kind!r}; it must be 'informative' or 'uniform'.")
@@ -364,7 +348,7 @@ def _part(part: type[Any], settings: Mapping[str, Any]) -> Any:
 
 
 def _accepting_flat(init: Callable[..., None]) -> Callable[..., None]:
-    """An `__init__` that takes the keywords of version 0.1.0 too, with a warning."""
+    """An `__init__` that also takes the keywords of version 0.1.0, with a warning."""
 
     @functools.wraps(init)
     def accepting(self: Any, **settings: Any) -> None:
@@ -383,22 +367,22 @@ def _accepting_flat(init: Callable[..., None]) -> Callable[..., None]:
 
 
 _OLD = {"support": ("matching", "learned"), "weights": ("informative",)}
-"""Values that are parts now."""
+"""Values that were words in version 0.1.0."""
 
 
 def _advice(old: Mapping[str, Any]) -> str:
-    """Old keywords, and what to write instead."""
+    """The old keywords, and what to write instead."""
     parts = [
-        f"{form}({_written((n for n in _fields(part) if n in old), old)})"
+        f"{form}({_listed((n for n in _fields(part) if n in old), old)})"
         for part, form in _FORMS.items()
         if any(name in old for name in _fields(part))
         or _KINDS.get(old.get("support", "")) is part
         or (part is Informative and "weights" in old)
     ]
-    return f"LTM({_written(old, old)}): write LTM({', '.join(parts)})."
+    return f"LTM({_listed(old, old)}): write LTM({', '.join(parts)})."
 
 
-def _written(names: Iterable[str], values: Mapping[str, Any]) -> str:
+def _listed(names: Iterable[str], values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={values[name]!r}" for name in names)
 
 

@@ -1,7 +1,7 @@
 """LTM with a learned support: a static pattern of neighbours, chosen by training.
 
-Letters: b images, n patch tokens, p merged tokens, c channels, k candidates of a target; `M` the
-support, `G~` the state, `m` the sizes.
+Letters: b images, n patch tokens, p merged tokens (targets), c channels, k candidates per target;
+`M` the support, `G~` the state, `m` the sizes.
 """
 
 from __future__ import annotations
@@ -45,35 +45,36 @@ from ltm.methods.ltm.step import Informative, LTMMerger, require_room
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """A trained static support; with the paper's form of the mask, where it differs from ours."""
+    """A trained static support. Options that differ from our default are those of the paper."""
 
     space: Literal["pooled", "token"] = "pooled"
-    """Measure class membership on the mean merged token, or on all of them (the paper's form)."""
+    """Measure class membership on the mean merged token, or on all merged tokens (the paper's
+    form)."""
     scope: Literal["sample", "batch"] = "sample"
-    """One step per image, or one for the minibatch with a running mean in evaluation."""
+    """Take one step per image, or one for the whole batch, with a running mean in evaluation."""
     mask_form: Literal["masked", "letter"] = "masked"
-    """Softmax over the support, or the paper's form: of the product with it, so that tokens outside
-    the support get a weight too."""
+    """Take the softmax over the support, or of the product with the support (the paper's form), in
+    which tokens outside the support get a weight too."""
     candidates: Literal["neighbours", "all"] = "neighbours"
-    """Which tokens a target chooses from: those around its anchor, which is always in; or all of
-    them, with no anchor (the paper's form: a choice for each of N x P entries; along each side of a
-    grid)."""
+    """Which tokens a target chooses from: its anchor, which is always in, and the tokens around it;
+    or all tokens, without an anchor (the paper's form, with a choice for each of N x P entries; on
+    grids along each side)."""
     by_size: bool = True
-    """Weigh tokens by the patches they stand for; the paper's mask does not."""
+    """Weigh tokens by the number of patches they stand for; the paper's mask does not."""
 
     def __post_init__(self) -> None:
         settle(self)
 
 
 class Axis(nn.Module):
-    """The learned support of one axis: of a sequence of patches, or of one side of a grid."""
+    """The learned support along one axis: a sequence of patches, or one side of a grid."""
 
     index: Tensor
     valid: Tensor
     anchor: Tensor
     home: Tensor
     chosen: Tensor | None
-    """The support, kept where it is frozen; it follows from the logits, which are saved."""
+    """The support of a frozen merger; derived from the logits, so not saved."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Axis(nn.Module):
         self.register_buffer("chosen", None, persistent=False)
 
     def choose_(self) -> None:
-        """Keep the support as the logits have it now."""
+        """Store the support that the logits give now."""
         self.chosen = None
         self.chosen = self(self.num_in, self.num_out, 0.0).detach().clone()
 
@@ -107,7 +108,7 @@ class Axis(nn.Module):
     def forward(
         self, num_in: int, num_out: int, noise: float, patches: tuple[int, int] | None = None
     ) -> Float[Tensor, "n p"]:
-        """The support; `patches` is the shape of the image, where it is not the planned one."""
+        """The support; `patches` is the patch grid of the image, if it is not the planned one."""
         candidates, logits, patches = self._own(), self.logits, patches or self.patches
         planned = (num_in, num_out, patches) == (self.num_in, self.num_out, self.patches)
         if planned and self.chosen is not None:
@@ -122,17 +123,17 @@ class Axis(nn.Module):
         return Candidates(self.index, self.valid, self.anchor, self.home)
 
     def fitted(self, candidates: Candidates) -> Float[Tensor, "p k"]:
-        """Logits for other candidates: those start anew, and what was learned is added to them.
+        """Logits for other candidates: their initial logits plus what was learned here.
 
-        The start is a partition, in which no token is left out; resampled it would be none. Another
-        number of candidates has learned nothing.
+        The initial logits are a partition, in which no token is left out; resampling them would
+        break it. If a target has another number of candidates, nothing carries over.
         """
         start = initial_logits(candidates).to(self.logits)
         learned = resample_logits(self.logits - initial_logits(self._own()), len(start))
         return start + learned if learned.shape == start.shape else start
 
     def adopt_(self, other: Axis) -> None:
-        """Take over what another axis has learned."""
+        """Copy what another axis has learned."""
         same = (self.num_in, self.num_out, self.patches) == (
             other.num_in,
             other.num_out,
@@ -142,13 +143,13 @@ class Axis(nn.Module):
 
 
 class LearnedMerger(LTMMerger):
-    """Targets at evenly spaced anchors, each the average of chosen neighbours."""
+    """Merges chosen neighbours of evenly spaced anchors."""
 
     running_logits: Tensor
 
     def __init__(self, site: Site, settings: Learned, weights: Informative | None) -> None:
         self.settings = settings
-        if settings.space == "token" and weights is not None:  # 5 GB on ViT-B at 1000 classes
+        if settings.space == "token" and weights is not None:  # 5 GB on ViT-B with 1000 classes
             width, tokens, classes = site.width, site.num_out, site.num_classes
             require_room(
                 classes * tokens * width,
@@ -165,7 +166,7 @@ class LearnedMerger(LTMMerger):
         else:
             self.sequence = axis(site.num_in, site.num_out, site.grid)
         self.noise = 1.0
-        """Scale of the noise on the logits in training; a training loop anneals it."""
+        """The scale of the noise on the logits in training; the training loop anneals it."""
         if settings.scope == "batch":
             targets = (site.num_out,) if settings.space == "token" else ()
             self.register_buffer("running_logits", torch.zeros(site.num_in, *targets))
@@ -218,7 +219,7 @@ class LearnedMerger(LTMMerger):
     def _weigh(
         self, tokens: Float[Tensor, "b t c"], hints: Hints
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The state of every patch, and what it weighs; None where all are alike."""
+        """The logits and weights of the patches; None if they are all the same."""
         k, step = self.site.num_prefix, self.step(hints)
         counts = hints.size is not None and self.settings.by_size
         plain = hints.size[:, k:] if counts and hints.size is not None else None
@@ -235,7 +236,7 @@ class LearnedMerger(LTMMerger):
     def _batch_logits(
         self, tokens: Tensor, hints: Hints, step: Step | None
     ) -> Float[Tensor, "1 n"] | None:
-        """The state of every token: the whole batch shares one."""
+        """The logits of the patches, one set for the whole batch."""
         k = self.site.num_prefix
         if not self.training:
             running = _resample(self.running_logits, tokens.shape[1] - k)
@@ -244,7 +245,7 @@ class LearnedMerger(LTMMerger):
         return None if logits is None else self._shared(logits)
 
     def _shared(self, logits: Tensor) -> Tensor:
-        """The mean state of a batch, which evaluation knows by its running mean."""
+        """The mean logits of a batch; updates the running mean, which evaluation uses."""
         logits = logits.mean(dim=0, keepdim=True)
         with torch.no_grad():
             if logits.shape[1:] == self.running_logits.shape:
@@ -259,20 +260,20 @@ class LearnedMerger(LTMMerger):
         return DenseMerge.from_support(supports[0], weight, num_prefix=k)
 
     def _letter(self, tokens: Tensor, hints: Hints, support: Tensor, logits: Tensor) -> Merge:
-        """Softmax of the product `G~ o M`: tokens outside the support weigh as those at s = 0."""
+        """Softmax of the product `G~ o M`: tokens outside the support weigh as if s were 0."""
         k = self.site.num_prefix
-        # Not of every image where all share their sizes: they may share the mask, too.
+        # One image is enough while all sizes are one: images may then share the mask, too.
         size = self._counted(tokens[:1] if hints.size is None else tokens, hints)
         mask = _softmax_of(support, size, logits[..., None])
         return DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
 
     def _counted(self, tokens: Tensor, hints: Hints) -> Float[Tensor, "_ n"]:
-        """What each patch counts in the mask: the patches that it stands for, or one."""
+        """How much each patch token counts in the mask: its size, or one."""
         size = hints.size if self.settings.by_size else None
         return token_sizes(tokens, size)[:, self.site.num_prefix :].float()
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
-        """The paper's letter: the gradient of the whole mask, `Z V^T`, one row per token."""
+        """The paper's form: the gradient of the whole mask, `Z V^T`, with one row per token."""
         step, k, settings = self.step(hints), self.site.num_prefix, self.settings
         size = self._counted(tokens, hints)
         softmax = _softmax_of if settings.mask_form == "letter" else _softmax_on
@@ -297,7 +298,7 @@ class LearnedMerger(LTMMerger):
         return Decision(merge=merge, carry=mask.mT @ state.expand_as(mask))
 
     def frozen(self, decision: Decision | None, hints: Hints | None) -> Merger:
-        """A mask that is the same for every image as constants, or else its support."""
+        """A mask that is the same for all images becomes a constant; else the support does."""
         if self.active and self.settings.scope == "sample":
             return ChosenMerger.of(self)
         if decision is None or hints is None:
@@ -319,13 +320,13 @@ class LearnedMerger(LTMMerger):
 
 
 class ChosenMerger(LearnedMerger):
-    """A learned support that is frozen: the weights alone depend on the image."""
+    """A frozen learned support: only the weights depend on the image."""
 
     size_out: Tensor
 
     @staticmethod
     def of(learned: LearnedMerger) -> ChosenMerger:
-        """Freeze the support of a merger, and take over everything else."""
+        """Freeze the support of a merger and share everything else with it."""
         chosen = ChosenMerger.__new__(ChosenMerger)
         held: dict[str, Any] = {
             n: v.copy() if isinstance(v, dict) else v for n, v in vars(learned).items()
@@ -337,7 +338,7 @@ class ChosenMerger(LearnedMerger):
         return chosen
 
     def choose_(self) -> None:
-        """Follow the logits."""
+        """Update what is derived from the logits."""
         for axis in self.children():
             if isinstance(axis, Axis):
                 axis.choose_()
@@ -350,7 +351,7 @@ class ChosenMerger(LearnedMerger):
             self.register_buffer("size_out", size_out.detach().clone(), persistent=False)
 
     def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None, hints: Hints) -> Merge:
-        """With the sizes that it leaves, where they are known beforehand."""
+        """Add the sizes after the merge if they are known in advance."""
         merge = super()._masked(supports, weight, hints)
         if not isinstance(merge, GridMerge) or hints.size is not None:
             return merge
@@ -363,31 +364,29 @@ def _follow_loaded(merger: ChosenMerger, _keys: object) -> None:
 
 
 def _dense(supports: tuple[Tensor, ...]) -> Float[Tensor, "n p"]:
-    """One support, or that of rows and columns, as a matrix over all tokens."""
-    if len(supports) == 1:
-        return supports[0]
-    return kronecker(supports[0], supports[1])
+    """The support as a matrix over all tokens, from that of a sequence or of rows and columns."""
+    return supports[0] if len(supports) == 1 else kronecker(*supports)
 
 
 def _shares(support: Float[Tensor, "n p"]) -> Float[Tensor, "1 n p"]:
-    """Where each token goes, its parts summing to one."""
+    """Which shares of each token go to which target; they sum to one."""
     return row_normalise(support)[None]
 
 
 def _softmax_on(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "b n p"]:
-    """`m M exp(G~)`, its columns normalised."""
+    """`m M exp(G~)` with normalised columns."""
     mask = support * size[..., None] * state.exp()
     return mask / mask.sum(dim=1, keepdim=True).clamp_min(1e-6)
 
 
 def _softmax_of(support: Tensor, size: Tensor, state: Tensor) -> Float[Tensor, "b n p"]:
-    """`m exp(G~ o M)`, its columns normalised."""
+    """`m exp(G~ o M)` with normalised columns."""
     mask = size[..., None] * torch.exp(state * support)
     return mask / mask.sum(dim=1, keepdim=True)
 
 
 def _resample(values: Float[Tensor, "n"], length: int) -> Float[Tensor, "n2"]:
-    """Values of a sequence, for one of another length."""
+    """Interpolate the values of a sequence for another length."""
     if len(values) == length:
         return values
     return torch.nn.functional.interpolate(values[None, None], length, mode="linear")[0, 0]

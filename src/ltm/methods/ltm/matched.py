@@ -1,4 +1,4 @@
-"""LTM with a matched support: per image, redundant tokens join, informative ones are protected."""
+"""LTM with a matched support: per image, redundant tokens merge, informative ones are protected."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from ltm.methods.ltm.step import Informative, LTMMerger
 Operator = Literal["merge", "norm", "prune_redundant", "prune_unimportant", "none"]
 """What happens to the tokens that leave a site:
 
-merge: they join the token nearest to them, by a weighted mean.
+merge: each joins its nearest token by a weighted mean.
 norm: the same, and the merged token keeps the largest norm of its group.
-prune_redundant: they are dropped; the token nearest to them stays as it is.
-prune_unimportant: those that receive least attention are dropped, whatever they are like.
-none: nothing leaves.
+prune_redundant: tokens close to another are dropped; the other stays as it is.
+prune_unimportant: the tokens that receive least attention are dropped, however unique they are.
+none: no token leaves.
 """
-Power = Annotated[float, Within(0, 8)]
-"""Larger powers of attention leave the range of single precision."""
-
-
-_DEAR = 0.1
+_Power = Annotated[float, Within(0, 8)]
+"""Larger powers of attention exceed the range of single precision."""
+_COSTLY = 0.1
 """The share of a block's multiply-adds above which "auto" does not compare all pairs."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a site does, as a calibration chooses it."""
+    """What a site does, as calibration chooses it."""
 
     operator: Operator = "norm"
     protection: float = 1.0
@@ -46,26 +44,27 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """A support found per image: redundant tokens join, informative ones are protected."""
+    """A support found per image: redundant tokens merge, informative ones are protected."""
 
     matching: Literal["free", "alternate", "auto"] = "free"
-    """Any token may join any other, or only even-indexed tokens odd-indexed ones: a quarter of the
-    comparisons. "auto" compares all pairs at sites where that costs little, else two sides."""
-    protection: Power = 1.0
+    """Which tokens may join which. free: any token any other. alternate: even-indexed tokens
+    odd-indexed ones, a quarter of the comparisons. auto: "free" where that costs little, else
+    "alternate"."""
+    protection: _Power = 1.0
     """How strongly informative tokens are kept from leaving: the power of the attention they
     receive."""
-    attended: Power = 0.5
-    """How much attention counts in the mean of matched tokens, at sites that protect: the power of
-    what each of a token's patches receives; 0 counts patches alone."""
-    size_power: Power = 0.9
-    """The power of a token's size that the attention counts after a matching on sequences; a little
-    less than 1 stays closer to the original network."""
+    attended: _Power = 0.5
+    """How much attention counts in the mean of matched tokens, at sites with protection: the power
+    of the attention per patch. With 0 only the number of patches counts."""
+    size_power: _Power = 0.9
+    """The power of the token size in proportional attention, on sequences; a little less than 1
+    stays closer to the original network."""
     keep_norm: bool = True
-    """Matched tokens keep the largest norm of their group."""
+    """Merged tokens keep the largest norm of their group."""
     operators: tuple[Operator, ...] | None = None
     """What each site does with the tokens that leave it, in place of `keep_norm`: "merge", "norm",
     "prune_redundant", "prune_unimportant" or "none"."""
-    protections: tuple[Power, ...] | None = None
+    protections: tuple[_Power, ...] | None = None
     """The protection of each site, in place of `protection`."""
 
     def __post_init__(self) -> None:
@@ -75,7 +74,7 @@ class Matched:
 
 
 class MatchingMerger(LTMMerger):
-    """Per image, the tokens whose merge does least harm leave."""
+    """In each image, merges the tokens whose merge does the least harm."""
 
     def __init__(
         self, site: Site, settings: Matched, weights: Informative | None, choice: Choice
@@ -83,7 +82,7 @@ class MatchingMerger(LTMMerger):
         super().__init__(site, weights)
         self.settings, self.operator = settings, choice.operator
         self.alternate = settings.matching == "alternate" or (
-            settings.matching == "auto" and _share_of_pairs(site) > _DEAR
+            settings.matching == "auto" and _share_of_pairs(site) > _COSTLY
         )
         self.protection = choice.protection
         if self.operator == "none":
@@ -95,10 +94,9 @@ class MatchingMerger(LTMMerger):
             self.needs = frozenset({"importance"})
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
-        k = self.site.num_prefix
         rule = Rule(
-            num_leaving=tokens.shape[1] - k - hints.num_out,
-            num_prefix=k,
+            num_leaving=self.num_leaving(tokens, hints),
+            num_prefix=self.site.num_prefix,
             protection=self.protection,
             attended=self.settings.attended,
             prune=self.operator == "prune_redundant",
@@ -117,21 +115,21 @@ class MatchingMerger(LTMMerger):
 
 
 def _share_of_pairs(site: Site) -> float:
-    """Multiply-adds of all pairs, `n^2 c`, over those of a block, `12 n c^2 + 2 n^2 c`."""
+    """MACs of comparing all pairs, `n^2 c`, over those of a block, `12 n c^2 + 2 n^2 c`."""
     return site.num_in / (12 * site.width + 2 * site.num_in)
 
 
 class UnimportantMerger(MatchingMerger):
-    """Per image, the tokens that receive least attention are dropped."""
+    """In each image, drops the tokens that receive the least attention."""
 
     needs = frozenset({"importance"})
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         k = self.site.num_prefix
         assert hints.importance is not None
-        num_leaving = tokens.shape[1] - k - hints.num_out
+        num_leaving = self.num_leaving(tokens, hints)
         found = match_unimportant(hints.importance[:, k:], num_leaving, num_prefix=k)
         logits, weight = weigh(tokens, hints.size, hints.carry, self.step(hints), k)
-        # Who stays is alone in its group: how much attention it receives changes nothing.
+        # Every token that stays is alone in its group, so its attention makes no difference.
         weight = token_sizes(tokens, hints.size) if weight is None else weight
         return Decision(merge=merge_in_order(found, weight, prune=True), values=logits)

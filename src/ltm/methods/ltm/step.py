@@ -1,7 +1,7 @@
 """The informative step: each token's logit moves down the gradient of the bound.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, p merged tokens, c channels,
-d features, a classes; `s` (logits) the state that the sites hand on.
+d features, a classes; `s` the logits that each site passes on to the next.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ltm.core.merge import token_sizes
 from ltm.core.validation import Within, settle
 from ltm.methods.base import Decision, Hints, Merger, Site, StatisticalMerger
 
-TABLE_LIMIT = 1 << 28
-"""Bytes that what is known of the classes may take, a table at a block."""
+_TABLE_LIMIT = 1 << 28
+"""Most bytes that a table of class statistics may take in a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +30,24 @@ class Informative:
     """Tokens weigh by the information-bottleneck step as well as by size."""
 
     labels: Literal["soft", "true"] = "soft"
-    """Labels in the step: the network's own membership, or the true ones in training."""
+    """Labels in the step: the network's own class membership, or in training the true ones."""
     step: Literal["standardised", "raw"] = "standardised"
-    """Standardise the step per image and scale it by a learned gain, or take it as it is."""
+    """Standardise the step per image and scale it by a learned gain, or use the raw gradient."""
     eta: Annotated[float, Within(0, 1e3, above=True)] = 1.0
     beta: Annotated[float, Within(0, 1e4, above=True)] = 10.0
     gain: Annotated[float, Within(-1e2, 1e2)] = 0.1
     """Initial value of the learned gain."""
     mlp: bool = False
-    """A zero-initialised residual layer on the tokens inside the mask module."""
+    """Add a residual linear layer, which starts at zero, to the tokens that the step reads."""
 
     def __post_init__(self) -> None:
         settle(self)
 
 
 class InformativeStep(nn.Module):
-    """One gradient step on the bound, per token: `s = carry - eta dIBB/dG` in pooled space.
+    """One gradient step on the bound per token, `s = carry - eta dIBB/dG`, in pooled space.
 
-    Without class statistics there is no gradient and the step is zero.
+    Without class statistics there is no gradient, and no step is taken.
     """
 
     centroids: Tensor
@@ -73,24 +73,24 @@ class InformativeStep(nn.Module):
         self.active = False
 
     def set_statistics_(self, statistics: ClassStatistics) -> None:
-        """Take over centroids and Q; from now on the step is active."""
+        """Set centroids and Q; this activates the step."""
         self.centroids.copy_(statistics.centroids())
         self.present.copy_(statistics.present)
         if statistics.membership.any():
             self.costs.copy_(-statistics.q().clamp_min(torch.finfo(torch.float32).tiny).log().mT)
-        else:  # before the first centroids there are no memberships, and so no Q
+        else:  # memberships, and with them Q, need the centroids of an earlier pass
             self.costs.zero_()
         self.refresh_()
 
     def forget_(self) -> None:
-        """Without statistics there is no step."""
+        """Drop the statistics; this deactivates the step."""
         self.present.zero_()
         self.costs.zero_()
         self.active = False
 
     @torch.no_grad()
     def refresh_(self) -> None:
-        """Follow the statistics, whoever put them there: a checkpoint, or an average of weights."""
+        """Update what is derived from the statistics, after a checkpoint or an EMA has set them."""
         if self.costs.is_meta:
             return
         self.active = bool(self.costs.any())
@@ -98,7 +98,7 @@ class InformativeStep(nn.Module):
         self.offsets.copy_(offsets)
 
     def train(self, mode: bool = True) -> InformativeStep:
-        """As for all modules; averages of weights know nothing of what follows from them."""
+        """Also update what is derived from the statistics, which an EMA sets by value."""
         if not self.costs.is_meta and bool(self.costs.any()):
             self.refresh_()
         return super().train(mode)
@@ -111,7 +111,7 @@ class InformativeStep(nn.Module):
             self.refresh_()
 
     def unset(self) -> frozenset[str]:
-        """Names of its tensors that are as they were made; none while it is active."""
+        """Names of tensors that still have their initial value; none if the step is active."""
         if self.active:
             return frozenset()
         start = {"gain": self.settings.gain}
@@ -122,7 +122,7 @@ class InformativeStep(nn.Module):
         )
 
     def step(self, labels: Tensor | None) -> Step | None:
-        """What the step needs to know, `labels` being true ones; None without statistics."""
+        """The parameters of the step, with true labels if given; None without statistics."""
         if not self.active:
             return None
         return Step(
@@ -138,7 +138,7 @@ class InformativeStep(nn.Module):
 
 
 class LTMMerger(StatisticalMerger):
-    """What both supports share: the informative step and its statistics."""
+    """What both supports share: the informative step and its class statistics."""
 
     def __init__(self, site: Site, weights: Informative | None) -> None:
         super().__init__(site)
@@ -166,17 +166,17 @@ class LTMMerger(StatisticalMerger):
         return self.site.width
 
     def true_labels(self, hints: Hints) -> Tensor | None:
-        """True labels where the config asks for them and training knows them."""
+        """True labels, in training and if the settings ask for them."""
         asked = self.weights is not None and self.weights.labels == "true"
         return hints.labels if asked and self.training else None
 
     def step(self, hints: Hints) -> Step | None:
-        """The informative step on these images, where there is one."""
+        """The parameters of the informative step for these images; None if there is no step."""
         module = self.informative
         return None if module is None else module.step(self.true_labels(hints))
 
     def feature(self, merged: Float[Tensor, "b t c"], size: Tensor) -> Float[Tensor, "b d"]:
-        """The merged tokens as one feature: their mean by size."""
+        """The merged tokens as one feature: their mean, weighted by size."""
         k = self.site.num_prefix
         share = size[:, k:] / size[:, k:].sum(1, keepdim=True).clamp_min(1e-6)
         return (share[:, None].to(merged.dtype) @ merged[:, k:])[:, 0]
@@ -203,7 +203,7 @@ class LTMMerger(StatisticalMerger):
     def bound(
         self, merged: Float[Tensor, "b t c"], hints: Hints, targets: Tensor
     ) -> Float[Tensor, ""] | None:
-        """The bound IBB up to the inputs' share, `-mean_i sum_a phi(X~_i, a) log Q(a | y_i)`."""
+        """IBB without the term of the inputs, `-mean_i sum_a phi(X~_i, a) log Q(a | y_i)`."""
         step = self.informative
         if step is None or not step.active:
             return None
@@ -217,21 +217,21 @@ class LTMMerger(StatisticalMerger):
         self.statistics = None
 
     def forget_statistics_(self) -> None:
-        """Start anew: until statistics are taken again the step is zero."""
         self.statistics = None
         if self.informative is not None:
             self.informative.forget_()
 
     def take_statistics_(self) -> None:
-        """Turn what was observed, in all processes, into centroids and Q.
+        """Turn the sums of all processes into centroids and Q.
 
-        The step becomes active with the first Q, that is after a pass that had centroids.
+        The step becomes active with the first Q, which is after the second pass: memberships need
+        the centroids of the first.
         """
         step = self.informative
         if step is None:
             return
         own = self.statistics
-        if own is None:  # A process may have had no images.
+        if own is None:  # this process had no images
             own = ClassStatistics.zeros(
                 self.site.num_classes, self.feature_width(), device=step.centroids.device
             )
@@ -262,11 +262,11 @@ class LTMMerger(StatisticalMerger):
         theirs = other.informative if isinstance(other, LTMMerger) else None
         if theirs is not None and theirs.centroids.shape == step.centroids.shape:
             step.refresh_()
-        else:  # statistics are taken whole or not at all
+        else:  # statistics are copied in full or not at all
             step.forget_()
 
     def frozen(self, decision: Decision | None, hints: Hints | None) -> Merger:
-        """Without sums, and without a step that has no statistics."""
+        """Itself, without sums, and without its step if that has no statistics."""
         self.statistics = None
         if not self.active:
             self.informative = None
@@ -279,15 +279,15 @@ class LTMMerger(StatisticalMerger):
 
 
 def has_too_many(num_classes: int) -> bool:
-    """Whether the step's table would take too much memory: 1.8 GB a block at 21,841 classes."""
-    return 4 * num_classes**2 > TABLE_LIMIT
+    """Whether the step's table would be too large: at 21,841 classes it takes 1.8 GB per block."""
+    return 4 * num_classes**2 > _TABLE_LIMIT
 
 
 def require_room(numbers: int, what: str, where: str, instead: str) -> None:
-    """Refuse a table of too many numbers."""
+    """Raise a ValueError for a table of too many numbers."""
     needed = 4 * numbers
-    if needed > TABLE_LIMIT:
+    if needed > _TABLE_LIMIT:
         raise ValueError(
             f"{what} would take {needed / 2**20:.0f} MiB at {where}, and at most "
-            f"{TABLE_LIMIT / 2**20:.0f} MiB a block is allowed: {instead}"
+            f"{_TABLE_LIMIT / 2**20:.0f} MiB a block is allowed: {instead}"
         )
