@@ -4,6 +4,7 @@ Pages link to each other by their paths in the repository, so that links work on
 Here a link is led to where its page is on the site; a link to a source file becomes plain text.
 """
 
+import dataclasses
 import posixpath
 import re
 import sys
@@ -14,7 +15,14 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "results/**/*")
+SHOWN = (
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "examples/*",
+    "results/**/*",
+)
 TITLES = {
     "api": "Convert, inspect, save",
     "methods": "Methods",
@@ -93,8 +101,20 @@ def reference_pages() -> dict[str, str]:
         title = TITLES.get(group, group)
         listed = "\n".join(f"- [`{name}`][{name}]" for name in groups[group])
         index += f"\n## {title}\n\n{listed}\n"
-        pages[group] = f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in groups[group])
+        pages[group] = f"# {title}\n\n" + "\n\n".join(
+            f"::: {name}{_options(group, name)}" for name in groups[group]
+        )
     return pages | {"index": index}
+
+
+def _options(group: str, name: str) -> str:
+    """Of a method only its settings are shown, inherited ones too; the rest is its contract."""
+    if group != "methods":
+        return ""
+    import ltm
+
+    fields = [f.name for f in dataclasses.fields(getattr(ltm, name.removeprefix("ltm.")))]
+    return f"\n    options:\n      inherited_members: true\n      members: {fields}"
 
 
 def _shown() -> Iterator[Path]:
