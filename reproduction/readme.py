@@ -44,7 +44,7 @@ def main() -> None:
 
 def updated(text: str) -> str:
     """README with its parts written anew."""
-    return PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n{part[3]}", text)
+    return PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[3]}", text)
 
 
 def headline() -> str:
@@ -53,10 +53,10 @@ def headline() -> str:
     change, faster = row["against_base"], speedups()["ltm"][0.7]
     low, high = 100 * change["low"], 100 * change["high"]
     return (
-        f"**ViT-Ti with its ImageNet weights, at {100 * row['budget']:.0f}% of the multiply-adds:"
-        f" {faster:.2f}x as fast\n"
-        f"on an H200, top-1 {100 * row['top1']:.2f} instead of {100 * top1('base', 1.0):.2f}** "
-        f"(95% interval of the change: {low:+.1f} to {high:+.1f} points).\n"
+        f"**ViT-Ti on ImageNet at {100 * row['budget']:.0f}% of the multiply-adds: "
+        f"{faster:.2f}x as fast on an H200, "
+        f"top-1 {100 * row['top1']:.2f}, was {100 * top1('base', 1.0):.2f}** "
+        f"({low:+.1f} to {high:+.1f} points).\n"
     )
 
 
