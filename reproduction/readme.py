@@ -62,7 +62,8 @@ def headline() -> str:
 
 def numbers() -> str:
     """Top-1 and speed-up by method, at shares of the multiply-adds."""
-    lines = ["| multiply-adds kept | " + " | ".join(f"{100 * s:.0f}%" for s in SHARES) + " |"]
+    kept = " | ".join(f"{100 * share:.0f}%" for share in SHARES)
+    lines = [f"| multiply-adds kept (original: {100 * top1('base', 1.0):.2f}) | {kept} |"]
     lines.append("|---" * (1 + len(SHARES)) + "|")
     for method, name in METHODS.items():
         fast = speedups().get(method, {})
