@@ -28,7 +28,7 @@ SPEED = "results/speed/metrics.json"
 RATIOS = "results/speed/vit_tiny_ratios.json"
 EXAMPLE = "docs/examples/vit-tiny-0.7/metrics.json"
 SHARES = (0.85, 0.7, 0.55, 0.4)
-METHODS = {"ltm": "LTM", "tome": "ToMe", "tofu": "ToFu", "ltmp": "LTMP"}
+METHODS = {"ltm": "LTM (matched)", "tome": "ToMe", "tofu": "ToFu", "ltmp": "LTMP"}
 TIMED = {"ltm-uniform": "ltm", "tome": "tome", "tofu": "tofu"}
 STYLES = {"ltm": ("#d55e00", "o"), "tome": ("#0072b2", "^"), "tofu": ("#009e73", "s")}
 PART = re.compile(r"(<!-- made from rows: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -77,7 +77,7 @@ def numbers() -> str:
 
 def speed() -> str:
     """How fast ViT-B is at 0.7 with one image and with 128, by method."""
-    names = {"ltm-uniform": "LTM", "ltm-static": "LTM with a static mask", "tome": "ToMe"}
+    names = {"ltm-uniform": "LTM (matched)", "ltm-static": "LTM (static mask)", "tome": "ToMe"}
     fast = [
         f"{name} {_compiled(method, 1):.2f}x and {_compiled(method, 128):.2f}x"
         for method, name in names.items()
@@ -96,8 +96,9 @@ def compressed() -> str:
         accuracy, change = row["accuracy"], row["against_base"]
         fast = next(t["speedup"] for t in row["timings"] if t["batch_size"] == 8)
         moved = "" if change is None else f"{100 * change['difference']:+.2f}"
+        name = METHODS.get(method, "original").partition(" ")[0]
         lines.append(
-            f"{METHODS.get(method, 'original'):10}{100 * accuracy['top1']:7.2f}{moved:>8}"
+            f"{name:10}{100 * accuracy['top1']:7.2f}{moved:>8}"
             f"{100 * accuracy['agreement']:10.1f}%{row['share']:7.2f}{fast:8.2f}x"
         )
     return "\n".join([*lines, "```"]) + "\n"
