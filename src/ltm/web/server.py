@@ -32,6 +32,8 @@ from ltm.web.settings import ServeSettings
 
 _THREADS = 4
 """Pictures are looked at one after the other; further threads would only wait."""
+_LOOK_SECONDS = 0.5
+"""Between looks whether a signal asks the server to end."""
 _M_ARENA_MAX = -8
 """glibc's name of the setting, in malloc.h."""
 
@@ -51,7 +53,9 @@ class Server:
         ended = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
         try:
-            ended.wait()
+            # In turns: a signal that comes just before a wait begins is only seen after it.
+            while not ended.wait(_LOOK_SECONDS):
+                pass
         except KeyboardInterrupt:
             return True
         finally:
