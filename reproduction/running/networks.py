@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ltm.api import conversion_of, gmacs, image_size_of, is_merging, load, merge_tokens_, save
+from ltm.api import conversion_of, gmacs, image_size_of, load, merge_tokens_
 from ltm.core.schedule import ceil_count, ceil_grid, halve
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_splits
@@ -26,7 +26,7 @@ from ltm.training.network import (
     load_weights_,
     make_timm_model,
     method_config,
-    save_plain,
+    save_model,
     spec_of,
 )
 from ltm.training.settings import MergeSettings, TrainSettings
@@ -179,7 +179,7 @@ def keep_network(model: nn.Module, folder: Path) -> None:
     beside = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(beside, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
-    (save if is_merging(model) else save_plain)(model, beside)
+    save_model(model, beside)
     beside.replace(folder)
 
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ltm
 from ltm.api import conversion_of, report
+from ltm.calibration import CalibrateResult, Calibration
 from ltm.cli import main
 from ltm.cli.commands import command_line
 from ltm.compression.compress import Bisection, mixed
@@ -321,6 +322,10 @@ def test_a_time_goal_is_approached_by_measuring(monkeypatch: pytest.MonkeyPatch)
         assert "is met" in repr(found)
     with pytest.raises(ValueError, match=r"the original takes 10\.00 ms a batch here"):
         ltm.compress(make_model(), data, forms=("eager",), budget_ms=11, **quick)
+    named = ltm.compress(
+        make_model(), data, forms=("eager",), method="ltm:ratio=0.95", speedup=1.2, **quick
+    )
+    assert "is met" in repr(named)
     missed = ltm.compress(make_model(), data, forms=("eager",), speedup=4.5, **quick)
     assert "is missed by" in repr(missed)
 
@@ -475,6 +480,41 @@ def test_calibration_and_evaluation_share_no_image(place: Path) -> None:
     small = part_images(str(place / "split/val"), split="val", images=None, calibration_images=12)
     assert small.calibration is None
     assert "too few" in small.reason
+
+
+def test_ctrl_c_while_choosing_keeps_the_ratio_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Calibration.shown
+
+    def stopped(calibration: Calibration, budget: float, *, silent: bool) -> CalibrateResult:
+        return dataclasses.replace(shown(calibration, budget, silent=silent), interrupted=True)
+
+    monkeypatch.setattr(Calibration, "shown", stopped)
+    result = ltm.compress(
+        make_model(), "shapes:classes=5,size=32,images=40,val_images=40", ratios=(0.9, 0.8),
+        calibration_images=32, calibration_trials=2, forms=("eager",), pictures="generated",
+        workers=0, device="cpu",
+    )  # fmt: skip
+    assert result.interrupted == "the choice of a ratio"
+    assert result.comparison.ratio == 0.9
+    assert "was missed" not in repr(result)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"time_batches": ()}, r"time_batches is \(\), but must be sizes of at least 1"),
+        ({"time_batches": (8, 0)}, r"time_batches is \(8, 0\), but must be sizes of at least 1"),
+        ({"calibration_trials": 0}, "calibration_trials is 0, but must be at least 1"),
+        ({"batch_size": 0}, "batch_size is 0, but must be at least 1"),
+        ({"finetune_epochs": -1}, "finetune_epochs is -1, but must be at least 0"),
+        ({"workers": -1}, "workers is -1, but must be at least 0"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_opened(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompressSettings(**settings)
 
 
 def test_the_images_seen_first_are_of_all_classes(place: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         (["detect", "train", "--data", "nowhere"], "no data at nowhere"),
         (
             ["detect", "predict", "shapes", "--run", "nowhere", "--threshold", "7"],
-            "threshold is 7: scores are from 0 to 1",
+            "threshold is 7.0, but must be at least 0 and at most 1",
         ),
         (["segment", "train", "--no-restore"], "restore is off"),
         (["segment", "train", "--strategy", "fsdp"], "strategy is fsdp"),
@@ -180,4 +180,4 @@ def test_a_detector_of_the_other_task_is_refused(
     other = "shapes:classes=3,size=64"
     call = ["segment", "evaluate", "--run", run, "--data", other, "--output", str(tmp_path)]
     assert main(call) == 2
-    assert "categories that are not the 2" in capsys.readouterr().err
+    assert "categories are not the 2 that" in capsys.readouterr().err

@@ -151,7 +151,7 @@ def test_an_image_is_that_of_its_split(tmp_path, folders, file_name, chosen):
     data = {"images": [image], "categories": [], "annotations": []}
     (tmp_path / "instances.json").write_text(json.dumps(data))
     if chosen is None:
-        with pytest.raises(ValueError, match=r"either could be 1.png, the file_name of image 1"):
+        with pytest.raises(ValueError, match=r"could be 1.png, the file_name of image 1"):
             open_detection(tmp_path, split="val")
     else:
         picture, _ = open_detection(tmp_path, split="val")[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning, OutOfSpaceError, damage
+from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning, OutOfSpaceError
 
 
 def save(checkpoints: Checkpoints, epoch: int, score: float | None = 0.5) -> Path:
@@ -69,6 +69,20 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     assert found.epoch == 1
 
 
+def test_the_best_checkpoint_is_not_a_damaged_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for epoch, score in ((1, 0.5), (2, 0.9), (3, 0.7)):
+        file = save(checkpoints, epoch, score) / "weights.safetensors"
+        if epoch == 2:
+            damaged = file
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 255]))
+    with pytest.warns(DamagedCheckpointWarning, match="skipped checkpoint .*epoch-0002"):
+        best = checkpoints.best()
+    assert best is not None
+    assert best.epoch == 3
+
+
 def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
@@ -78,7 +92,9 @@ def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path) -> None:
     assert found is not None
     assert found.epoch == 1
     save(checkpoints, 2)
-    assert damage(tmp_path / "epoch-0002") is None
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.epoch == 2
 
 
 def test_no_space_left_keeps_the_last_good_one(

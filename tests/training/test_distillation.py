@@ -136,6 +136,12 @@ def test_the_same_from_finetune_resumed(trainable: str, flat: Path, tmp_path: Pa
     torch.testing.assert_close(outputs(loaded), outputs(result.model))
 
 
+def test_the_number_of_classes_may_be_said(flat: Path, tmp_path: Path) -> None:
+    ltm.save(network(), tmp_path)
+    result = ltm.finetune(tmp_path, flat, "distil_norms", num_classes=5, epochs=1, **QUICK)
+    assert outputs(result.model).shape == (8, 5)
+
+
 def test_compress_tells_what_tuning_needs() -> None:
     with pytest.raises(ValueError, match="tune: got 'long'"):
         CompressSettings(tune="long")
@@ -147,19 +153,55 @@ def test_compress_tells_what_tuning_needs() -> None:
         CompressSettings(tune="60s", trainable="head")
 
 
+QUICK_COMPRESS: dict[str, Any] = {
+    "bottleneck_images": 0, "pictures": "generated", "workers": 0, "device": "cpu",
+}  # fmt: skip
+SMALL_SHAPES = "shapes:classes=5,size=32,images=60,val_images=20"
+
+
+@pytest.mark.slow
+def test_compress_keeps_what_lora_has_tuned(tmp_path: Path) -> None:
+    result = ltm.compress(
+        unmerged_copy(network()), SMALL_SHAPES, ratio=0.6, calibrate=False, tune="2 epochs",
+        trainable="lora", time=False, batch_size=16, **QUICK_COMPRESS,
+    )  # fmt: skip
+    assert result.model is not None
+    assert not has_lora(result.model)
+    loaded = ltm.load(result.save(tmp_path / "small"), unmerged_copy(network()))
+    torch.testing.assert_close(outputs(loaded), outputs(result.model))
+
+
+@pytest.mark.slow
+def test_a_network_of_a_chosen_ratio_can_be_tuned() -> None:
+    result = ltm.compress(
+        unmerged_copy(network()), SMALL_SHAPES, method="ltm:support=learned", ratios=(0.7,),
+        calibrate=False, tune="1 epoch", trainable="mergers", time_rounds=1, time_batches=(1,),
+        forms=("eager",), batch_size=16, **QUICK_COMPRESS,
+    )  # fmt: skip
+    assert result.comparison.tuning is not None
+    assert result.comparison.tuning["model"] == "vit_tiny_patch16_224"
+
+
+@pytest.mark.slow
+def test_images_to_evaluate_are_not_tuned_on(tmp_path: Path) -> None:
+    for place in range(10):
+        path = tmp_path / f"000{place % 5}" / f"{place}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (32, 32)).save(path)
+    for given in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match="has no training split, and its images are evaluated"):
+            ltm.compress(unmerged_copy(network()), str(tmp_path), tune="1 epoch", tune_data=given)
+
+
 @pytest.mark.slow
 def test_compress_tunes_and_says_so(flat: Path) -> None:
-    data = "shapes:classes=5,size=32,images=60,val_images=20"
-    quick: dict[str, Any] = {"time": False, "bottleneck_images": 0, "workers": 0, "device": "cpu"}
     model = unmerged_copy(network())
-    for tune_data in (None, str(flat)):
+    for tune_data in (None, SMALL_SHAPES, str(flat)):
         result = ltm.compress(
-            model, data, ratio=0.6, calibrate=False, tune="2 epochs", tune_data=tune_data,
-            pictures="generated", batch_size=16, **quick
+            model, SMALL_SHAPES, ratio=0.6, calibrate=False, tune="2 epochs", tune_data=tune_data,
+            time=False, batch_size=16, **QUICK_COMPRESS,
         )  # fmt: skip
         tuning = result.comparison.tuning
         assert tuning is not None
         assert tuning["divergence"] <= tuning["divergence_untrained"]
         assert "It was tuned (norms) for 2 epochs on 48 images" in repr(result)
-    with pytest.raises(ValueError, match="is what is evaluated"):
-        ltm.compress(model, data, tune="1 epoch", tune_data=data, **quick)

@@ -23,7 +23,7 @@ from ltm.data.datasets import open_splits
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import image_spec
 from ltm.training.checkpoint import Checkpoints, DamagedCheckpointWarning, OutOfSpaceError
-from ltm.training.network import build, load_weights_, save_plain
+from ltm.training.network import build, load_weights_, save_model
 from ltm.training.non_finite import NonFiniteLossError, find_non_finite
 from ltm.training.recipes import FINETUNE, SCRATCH
 from ltm.training.run import train
@@ -356,7 +356,7 @@ def test_what_cannot_train_is_refused_at_the_door(
     if torch.cuda.is_available() and "GPU" in message + str(groups.get("run", {})).upper():
         pytest.skip("this machine has a GPU")
     (tmp_path / "damaged.safetensors").write_bytes(b"not weights")
-    save_plain(nn.Linear(2, 2), tmp_path / "other")
+    save_model(nn.Linear(2, 2), tmp_path / "other")
     if "weights" in groups.get("model", {}):
         path = groups["model"]["weights"].format(here=tmp_path)
         groups = {"model": {"weights": path}}

@@ -35,7 +35,10 @@ def test_recipes_survive_yaml_and_name_what_exists(name: str, tmp_path: Path) ->
     else:
         assert method is not None
         assert method.ratio == 0.7
-    assert (settings.tune.trainable == "mergers") == name.startswith("finetune")
+    command, _, recipe = name.partition(" ")
+    usual = "all" if command == "train" else "mergers"
+    trained = recipe.removeprefix("distil_") if "distil_" in recipe else usual
+    assert settings.tune.trainable == trained
 
 
 def test_data_settings_that_0_1_0_wrote_are_read(tmp_path: Path) -> None:
@@ -50,6 +53,14 @@ def test_rates_that_0_1_0_kept_apart_go_to_their_method(tmp_path: Path) -> None:
     assert read_settings(path, TrainSettings()).merge.method_options == ("merge_threshold_lr=0.01",)
     path.write_text(f"merge: {{method: ltm}}\noptim: {rates}\nobjective: {{budget_weight: 3.0}}")
     assert read_settings(path, TrainSettings()).merge.method_options == ()
+
+
+def test_short_names_of_methods_are_read_as_everywhere() -> None:
+    from ltm.methods import LTM
+    from ltm.training.network import method_config
+
+    merge = changed(TrainSettings(), {"merge": {"method": "ltm-uniform"}}).merge
+    assert method_config(merge) == LTM(weights="uniform")
 
 
 def test_every_backbone_of_the_paper_has_both_recipes() -> None:
@@ -92,6 +103,9 @@ def test_command_line_and_yaml_say_the_same() -> None:
         ({"run": {"sync_batchnorm": "yes"}}, "run.sync_batchnorm is 'yes', but must be of type"),
         ({"optim": {"epochs": 0}}, "epochs is 0, but must be at least 1"),
         ({"optim": {"lr": 0}}, "lr is 0.0, but must be positive"),
+        ({"optim": {"reference_batch": -1}}, "reference_batch is -1, but must be at least 0"),
+        ({"optim": {"lr_warmup_epochs": -0.5}}, "lr_warmup_epochs is -0.5, but must be at least 0"),
+        ({"run": {"keep_every": -1}}, "keep_every is -1, but must be at least 0"),
         ({"optim": {"ema": 1}}, "ema is 1.0, but must be at least 0 and below 1"),
         ({"data": {"batch_size": 3}}, "batch_size is 3, but mixup and cutmix need an even number"),
         (

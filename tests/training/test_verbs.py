@@ -14,7 +14,7 @@ from ltm.api import conversion_of
 from ltm.models import changed
 from ltm.training.classification import Classification
 from ltm.training.recipes import FINETUNE, SCRATCH
-from ltm.training.settings import with_options
+from ltm.training.settings import OptimSettings, with_options
 
 DATA = "shapes:classes=3,size=32,images=24,val_images=9"
 ARGS = ("img_size=32", "patch_size=8", "embed_dim=16", "depth=3", "num_heads=2")
@@ -45,6 +45,20 @@ def test_a_network_of_one_s_own_is_trained_in_place() -> None:
     assert result.settings.model.name == "vit_tiny_patch16_224"
 
 
+def test_a_run_names_the_network_that_it_was_given(tmp_path: Path) -> None:
+    model = timm.create_model("deit_tiny_patch16_224", num_classes=3, img_size=32, depth=2)
+    settings = FINETUNE["general"]  # whose network is another
+    result = ltm.finetune(model, DATA, settings, unfreeze=("head.*",), output=tmp_path, **TINY)
+    assert result.metrics["model"] == "deit_tiny_patch16_224"
+    assert "name: deit_tiny_patch16_224" in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_network_with_fewer_classes_than_the_data_is_refused() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=2, img_size=32, depth=2)
+    with pytest.raises(ValueError, match="the network has 2 classes, but the data have 3"):
+        ltm.train(model, DATA, **TINY)
+
+
 def test_options_are_those_of_the_command() -> None:
     base = SCRATCH["shapes_vit"]
     changed = with_options(base, {"epochs": 3, "ratio": 0.6, "augment": {"mixup": 0.4}})
@@ -52,6 +66,13 @@ def test_options_are_those_of_the_command() -> None:
     assert with_options(base, {"optim": {"lr": 1.0}, "epochs": 3}).optim.lr == 1.0
     with pytest.raises(ValueError, match="epochz is no setting; did you mean"):
         with_options(base, {"epochz": 3})
+    group = {"lr": 1.0}
+    assert with_options(base, {"optim": group, "epochs": 3}).optim.epochs == 3
+    assert group == {"lr": 1.0}
+    whole = with_options(base, {"epochs": 3, "optim": OptimSettings(lr=1.0, epochs=4)}).optim
+    assert whole == OptimSettings(lr=1.0, epochs=3)
+    with pytest.raises(ValueError, match="optim is 3, but must be a group of settings"):
+        with_options(base, {"optim": 3, "epochs": 3})
     with pytest.raises(ValueError, match="no recipe is named shapes"):
         ltm.train(settings="shapes")
 
@@ -75,7 +96,7 @@ def test_numbered_folders_keep_the_head_and_random_weights_are_named(tmp_path: P
 
     said: list[str] = []
     kept = told(weights=str(tmp_path / "five.pt"))
-    assert "the head is kept: folders are numbered, and name 2 of its 5 classes" in kept
+    assert "the head keeps its 5 classes, as the 2 folders are numbered" in kept
     assert "random weights" not in kept
     assert "the head is new, for 2 classes" in told(
         weights=str(tmp_path / "five.pt"), num_classes=2

@@ -1,4 +1,4 @@
-"""The search for a schedule, from a network and unlabelled images to a plain config."""
+"""`ltm.calibrate`: from a network and unlabelled images to the config of a good schedule."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ from ltm.progress import progress_bar
 DEFAULTS = CalibrateSettings()
 
 _FEW_SITES, _MORE_SITES = 4, 6
-"""Blocks that merge at most, unless the settings say otherwise; more below `_ADJUSTED_BELOW`."""
+"""How many blocks merge at most by default: from a budget of `_ADJUSTED_BELOW` on, and below."""
 _ADJUSTED_BELOW = 0.5
-"""Below this share the method's own settings are chosen too, unless the settings say otherwise."""
+"""Below this budget the method's own settings are chosen too, by default."""
 _HALVINGS = 5
 _CORRECTIONS = 4
 _CLOSE = 0.97
-"""A time of this share of the budget uses it up."""
+"""A schedule that takes at least this share of the allowed time is good enough."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,23 +72,24 @@ class CalibrateResult:
     config: MethodConfig
     """Give it to `merge_tokens_`, save it, use it on other copies of the network."""
     divergence: float
-    """Mean divergence from the original's outputs: KL in nats, or one less cosine of features."""
+    """Mean divergence from the original's outputs: KL in nats, or the cosine distance of
+    features."""
     uncalibrated: float | None
-    """The same of the method's own schedule at that ratio, which knows no images."""
+    """The same for the method's default schedule at that budget."""
     measure: str
     share: float
     budget: float
-    """The share that was allowed; measured milliseconds translate to one."""
+    """The share that was allowed; a budget in milliseconds is translated into one."""
     num_images: int
     history: tuple[Trial, ...]
     interrupted: bool = False
     milliseconds: float | None = None
     """Per batch, where the budget was a time."""
     model: nn.Module | None = field(default=None, compare=False)
-    """The network, without any merging."""
+    """The network, without merging."""
     image_size: tuple[int, int] | None = None
     data: str = ""
-    """Where the images are from."""
+    """Where the images come from."""
 
     def __repr__(self) -> str:
         sites = zip(self.config.sites or (), self.config.counts or (), strict=True)
@@ -117,7 +118,7 @@ class CalibrateResult:
         return {**values, "num_trials": len(self.history), "config": self.config.to_dict()}
 
     def save(self, folder: str | Path, **about: object) -> Path:
-        """Write the network that merges as found, for `ltm.load` and --run, and metrics.json.
+        """Write the network with this schedule, for `ltm.load` and --run, and metrics.json.
 
         `about` is added to the metrics.
         """
@@ -160,7 +161,7 @@ def calibrate(
         model: a network, converted or not; or its name.
         data: where images are; or images `b c h w`, normalised as the network expects.
         settings: the budget, and how to search.
-        config: the method and its other settings, if `settings.method` does not name it.
+        config: the method and its other settings, unless `settings.method` names the method.
         image_size: by default the model's own.
         progress: called after every trial. KeyboardInterrupt, from here or from the keyboard,
             ends the search and keeps the best so far.
@@ -201,7 +202,7 @@ def calibrate(
 
 @contextmanager
 def _showing(num_trials: int | None, progress: Progress, *, silent: bool) -> Iterator[Progress]:
-    """Show how a search goes, on a terminal; Ctrl-C ends it after the trial at hand."""
+    """Show the progress of a search on a terminal; Ctrl-C ends it after the current trial."""
     with progress_bar("calibration", num_trials, silent=silent) as advance, in_steps():
         best = ""
 
@@ -217,10 +218,10 @@ def _showing(num_trials: int | None, progress: Progress, *, silent: bool) -> Ite
 
 
 def _check_images(images: Tensor, size: tuple[int, int]) -> None:
-    """Refuse images that the network does not take, or too few."""
+    """Refuse too few images, and images that the network does not take."""
     if images.ndim != 4 or not images.is_floating_point():
         raise ValueError(
-            f"images: got {tuple(images.shape)} of {images.dtype}; they are normalised, in one "
+            f"images: got {tuple(images.shape)} of {images.dtype}; give normalised images in one "
             "tensor of images x channels x height x width."
         )
     if tuple(images.shape[-2:]) != size:
@@ -241,9 +242,9 @@ def _searched(calibration: Calibration, images: Tensor) -> CalibrateResult:
     assert settings.budget_ms is not None
     if settings.time_batch > len(images):
         raise ValueError(
-            f"time_batch: got {settings.time_batch}, and {len(images)} images; give as many images."
+            f"time_batch: got {settings.time_batch}, but there are only {len(images)} images."
         )
-    clock = Clock(calibration.model, images[: settings.time_batch], mode=settings.time_mode)
+    clock = _Clock(calibration.model, images[: settings.time_batch], mode=settings.time_mode)
     budget_ms = settings.budget_ms
     return within_milliseconds(calibration, clock, original=clock.original, budget_ms=budget_ms)
 
@@ -275,7 +276,7 @@ class Calibration:
             batch_size=batch_size,
             memory_bytes=settings.memory_bytes,
         )
-        self._is_sequence = _is_sequence(self.trials.planner)
+        self._is_sequence = _merges_sequences(self.trials.planner)
         kind = SequenceCost if self._is_sequence else CountedCost
         self.cost = kind(self.trials.planner, self.config)
         self.search = Search(
@@ -294,19 +295,19 @@ class Calibration:
         return GridSpace(self.search)
 
     def _num_sites(self, budget: float) -> int:
-        """How many blocks may merge: what leaves at once must not be too much."""
+        """How many blocks may merge; more for small budgets, so that no block merges too much."""
         usual = _FEW_SITES if budget >= _ADJUSTED_BELOW else _MORE_SITES
         return self.settings.sites or usual
 
     def shown(self, budget: float, *, silent: bool) -> CalibrateResult:
-        """`within` a budget, with a bar on a terminal; Ctrl-C keeps the best so far."""
+        """`within` a budget, with a progress bar on a terminal; Ctrl-C keeps the best so far."""
         with _showing(self.settings.trials, lambda _: None, silent=silent) as note:
             self.search.progress = note
             found = self.within(budget)
             return replace(found, interrupted=True) if take_press() else found
 
     def sketch(self, budget: float) -> MethodConfig | None:
-        """A plausible config within a budget, without trying any."""
+        """A plausible config within a budget, chosen by the sensitivities alone."""
         self.space.budget = budget
         self.search.forget()
         starts = self.space.starts()
@@ -338,14 +339,12 @@ class Calibration:
         if suits and self.search.uncalibrated < divergence:
             best, divergence = default, self.search.uncalibrated
             self.trials.config = self.config
+        if best is None and interrupted:
+            raise KeyboardInterrupt
         if best is None:
-            raise (
-                KeyboardInterrupt
-                if interrupted
-                else ValueError(
-                    f"budget: got {budget}; {self._num_sites(budget)} sites at most, and "
-                    "token counts as asked for, cannot meet it."
-                )
+            raise ValueError(
+                f"budget: got {budget}; it cannot be met with at most {self._num_sites(budget)} "
+                "sites and such token counts."
             )
         return self._result(best, budget, divergence=divergence, interrupted=interrupted)
 
@@ -356,7 +355,7 @@ class Calibration:
         return self.space.budget < _ADJUSTED_BELOW if wanted is None else wanted
 
     def _try_schedules(self, default: Schedule | None, *, suits: bool) -> None:
-        """Measure the default schedule, start from it and others, and walk on from the best."""
+        """Measure the default schedule, try it and other starts, and refine the best."""
         try:
             if default is not None:
                 values = self.search.gauge(default, is_result=suits)
@@ -372,7 +371,7 @@ class Calibration:
             pass
 
     def _suits(self, default: Schedule) -> bool:
-        """Whether the default schedule keeps to the budget and to what was asked for by name."""
+        """Whether the default schedule meets the budget and the settings of sites and counts."""
         settings, most = self.settings, self.space.budget + 1e-9
         prefix = self.cost.num_prefix if isinstance(self.cost, SequenceCost) else 0
         counts = [s.count + prefix for s in default if isinstance(s.count, int)]
@@ -381,7 +380,7 @@ class Calibration:
         return few and rounded and self.cost(default) <= most
 
     def _start_from(self, schedule: Schedule | None) -> None:
-        """Try a schedule, unless it costs too much, as one that lost a site to its levels may."""
+        """Try a schedule, unless it exceeds the budget, as a rounded one may."""
         if schedule is not None and self.cost(schedule) <= self.space.budget + 1e-9:
             self.search.consider(schedule, "start")
 
@@ -412,13 +411,11 @@ class Calibration:
         )
 
 
-class Clock:
-    """Milliseconds a batch on this device, the original and the merged network in turn.
+# --- A budget in milliseconds ---------------------------------------------------------------------
 
-    Time follows multiply-adds closely where the sites stay few, and not exactly: the share of
-    multiply-adds that takes so long is found by timing sketches, and corrected by timing what the
-    search within it has found.
-    """
+
+class _Clock:
+    """Milliseconds per batch on this device; each merged network takes turns with the original."""
 
     def __init__(
         self, model: nn.Module, images: Tensor, *, mode: str | None = None, rounds: int = 9
@@ -433,7 +430,7 @@ class Clock:
         self.original = self._times({"original": self._original})["original"]
 
     def __call__(self, config: MethodConfig) -> float:
-        """The time of a network that merges so, corrected for how fast the device is just now."""
+        """The time with this config, corrected for the current speed of the device."""
         merging = merging_copy(self.model, config, (self.images.shape[-2], self.images.shape[-1]))
         calls = {"original": self._original, "merging": self._ready(freeze_(merging))}
         times = self._times(calls)
@@ -456,9 +453,11 @@ def within_milliseconds(
     original: float,
     budget_ms: float,
 ) -> CalibrateResult:
-    """The best schedule that takes no longer than the budget; `original`: without merging."""
-    if not budget_ms > 0:
-        raise ValueError(f"budget_ms: got {budget_ms}; it must be positive.")
+    """The best schedule that takes no longer than the budget; without merging it is `original`.
+
+    A share of the multiply-adds is searched that takes about that time. Networks with sketched
+    schedules are timed to find it; then the schedules found within it are timed to correct it.
+    """
     if budget_ms >= original:
         raise ValueError(
             f"budget_ms: got {budget_ms}; the original takes {original:.2f} ms a batch here, so "
@@ -475,7 +474,7 @@ def within_milliseconds(
     within = [found for time, found in tried if time <= budget_ms]
     if not within:
         raise ValueError(
-            f"budget_ms: got {budget_ms}; the fastest that was found takes "
+            f"budget_ms: got {budget_ms}; the fastest schedule that was found takes "
             f"{min(time for time, _ in tried):.2f} ms a batch here, the original {original:.2f}."
         )
     return min(within, key=lambda found: found.divergence)
@@ -487,7 +486,7 @@ def _corrections(
     budget_ms: float,
     share: float,
 ) -> Iterator[tuple[float, CalibrateResult]]:
-    """What is found within a share, timed, and within shares corrected by that time."""
+    """Search within a share, time the result, correct the share by that time, and repeat."""
     met = 0.0
     for _ in range(_CORRECTIONS):
         found = calibration.within(share)
@@ -505,7 +504,7 @@ def _corrections(
 def _share_for(
     calibration: Calibration, clock: Callable[[MethodConfig], float], budget_ms: float
 ) -> float:
-    """The largest share whose sketch keeps to the time, by halving."""
+    """The largest share whose sketched schedule keeps to the time, by bisection."""
     low, high = calibration.space.floor, 1.0
     fastest = calibration.sketch(min(1.0, 1.02 * low))
     if fastest is not None and (time := clock(fastest)) > budget_ms:
@@ -523,7 +522,8 @@ def _share_for(
     return low
 
 
-def _is_sequence(planner: Planner) -> bool:
+def _merges_sequences(planner: Planner) -> bool:
+    """Whether schedules are token counts of sequences, not sides of grids; others are refused."""
     reason = planner.config.unschedulable(grid=planner.keeps_grid)
     if reason:
         raise ValueError(f"config: {reason}.")

@@ -1,7 +1,8 @@
 """Schedules of grid networks (Swin, MobileViT, EfficientViT): the sides after each block.
 
-A grid that shrinks stays so until the end of the network, halved between stages. What single
-blocks cost and save, each alone, nearly adds up: that orders the schedules that are worth trying.
+A grid that shrinks stays smaller until the end of the network; stages halve it. The divergences of
+single blocks nearly add up, and so do the multiply-adds that they save: their sums tell which
+schedules are worth trying.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from ltm.calibration.search import Schedule, Search, Setting, Space
 from ltm.core.schedule import Grid, halve
 
 _HOPELESS = 2.0
-"""A divergence beyond which a block is not asked to give up still more."""
+"""Beyond this divergence, keeping fewer tokens at a block is not tried."""
 
 _PROBES = (0.8, 0.55, 0.3)
-"""Shares of its tokens that a block is asked to keep."""
+"""Shares of the tokens to keep at a block when its sensitivity is measured."""
 
 _LEAST = 1e-9
 
 _Caps = Mapping[int, Grid]
-"""The largest grid that may leave a block, where there is one."""
+"""The largest grid that may leave a block, for the blocks with a limit."""
 
 
 @dataclass(frozen=True)
 class _Point:
-    """A block that keeps a share of its tokens, and nothing else merges."""
+    """One block keeps a share of its tokens, and no other block merges."""
 
     kept: float
     divergence: float
@@ -37,7 +38,7 @@ class _Point:
 
 
 class GridSpace(Space):
-    """Schedules of whole-number sides within a budget."""
+    """Schedules whose sides are whole numbers."""
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
@@ -52,7 +53,7 @@ class GridSpace(Space):
         return self.cost(self._schedule({0: (1, 1)}))
 
     def starts(self) -> list[Schedule]:
-        """Shrink where it does least harm for what it saves, until the budget is met."""
+        """Shrink sides until the budget is met, by the least divergence per saving."""
         schedule: Schedule = ()
         for cost in (self._expected_cost, self.cost):
             while cost(schedule) > self.budget:
@@ -63,7 +64,7 @@ class GridSpace(Space):
         return [self._filled(schedule)] if self.cost(schedule) <= self.budget else []
 
     def neighbours(self, schedule: Schedule) -> Iterator[Schedule]:
-        """Some side grows, or moves to another block, while another makes up for it."""
+        """One side grows, or a site moves to another block, and another side compensates."""
         caps = _caps(schedule)
         found: dict[Schedule, None] = {}
         for grown in (schedule, *self._grown(caps), *self._moved(caps)):
@@ -77,7 +78,7 @@ class GridSpace(Space):
 
     @cached_property
     def _points(self) -> list[list[_Point]]:
-        """The sensitivity of every block, and what it saves."""
+        """The sensitivity of every block, and the multiply-adds that it saves."""
         return [list(self._probe(block, grid)) for block, (grid, _) in enumerate(self._grids({}))]
 
     def _probe(self, block: int, grid: Grid) -> Iterator[_Point]:
@@ -95,7 +96,7 @@ class GridSpace(Space):
                 return
 
     def _expected(self, schedule: Schedule) -> float:
-        """The divergence that single blocks add up to."""
+        """The sum of the divergences of single blocks."""
         return self._total(schedule, lambda point: point.divergence)
 
     def _expected_cost(self, schedule: Schedule) -> float:
@@ -111,7 +112,7 @@ class GridSpace(Space):
         return total
 
     def _best_shrinking(self, schedule: Schedule) -> Schedule | None:
-        """One side shorter: the one that does least harm for what it saves."""
+        """One side shorter: the one with the least divergence per saving."""
         harm, cost = self._expected(schedule), self._expected_cost(schedule)
         best, best_rate = None, math.inf
         for candidate in self._shrunk(_caps(schedule)):
@@ -122,7 +123,7 @@ class GridSpace(Space):
         return best
 
     def _filled(self, schedule: Schedule) -> Schedule:
-        """Let sides grow as long as the budget allows, where it helps most first."""
+        """Let sides grow as far as the budget allows, those that help most first."""
         while True:
             grown = sorted(self._grown(_caps(schedule)), key=self._expected)
             fits = next((s for s in grown if self.cost(s) <= self.budget), None)
@@ -131,14 +132,14 @@ class GridSpace(Space):
             schedule = fits
 
     def _shrunk(self, caps: _Caps) -> Iterator[Schedule]:
-        """One side of one block shorter."""
+        """The schedules with one side of one block shorter."""
         for block, (_, (height, width)) in enumerate(self._grids(caps)):
             for grid in (self._smaller(height), width), (height, self._smaller(width)):
                 if grid != (height, width):
                     yield self._schedule({**caps, block: grid})
 
     def _grown(self, caps: _Caps) -> Iterator[Schedule]:
-        """One side of one site longer."""
+        """The schedules with one side of one site longer."""
         grids = self._grids(caps)
         for block in caps:
             before, (height, width) = grids[block]
@@ -148,7 +149,7 @@ class GridSpace(Space):
                     yield self._schedule({**caps, block: cap})
 
     def _moved(self, caps: _Caps) -> Iterator[Schedule]:
-        """One site a block earlier or later, within its stage."""
+        """The schedules with one site a block earlier or later, within its stage."""
         stages = self._stages
         for block, grid in caps.items():
             rest = {other: cap for other, cap in caps.items() if other != block}
@@ -183,7 +184,7 @@ class GridSpace(Space):
         return side // step * step + step if side >= step else side + 1
 
     def _of_share(self, grid: Grid, share: float) -> Grid:
-        """A grid of about a share of the tokens, its longer side made shorter first."""
+        """A grid with about that share of the tokens; the longer side is shortened first."""
         height, width = grid
         while height * width > share * _area(grid) and height * width > 1:
             if width >= height:

@@ -1,8 +1,9 @@
-"""Local search over schedules: how far each takes the outputs from the original's, image by image.
+"""Local search for the schedule whose outputs diverge least from the original's.
 
-Two schedules see the same images, so their difference is paired and far less noisy than either:
-one that is worse on the first batch by more than the noise is not tried on the others. Each
-block's output is kept, by the settings that led to it: a trial starts from the last one that fits.
+All schedules see the same images. The difference of two is paired, and so less noisy than either:
+one that is worse on the first batches by more than the noise is not tried on the rest. The outputs
+of blocks are kept together with the schedule up to there: a trial starts at the first block whose
+output is not known.
 """
 
 from __future__ import annotations
@@ -36,16 +37,11 @@ class Setting:
     count: Count
     """Tokens left, prefix excluded; (height, width) on grids."""
     choice: Hashable = None
-    """One of the method's `choices`; None on grids, and where there is none to make."""
+    """One of the method's `choices`; None on grids, and if the method has none."""
 
 
 Schedule = tuple[Setting, ...]
 """The sites of a network in the order of their blocks; every one merges."""
-
-
-def counts_of(schedule: Schedule) -> dict[int, Count]:
-    """Tokens left after each site, by block."""
-    return {setting.block: setting.count for setting in schedule}
 
 
 def config_of(schedule: Schedule, base: MethodConfig) -> MethodConfig:
@@ -64,7 +60,7 @@ Cost = Callable[[Schedule], float]
 
 
 class CountedCost:
-    """The cost of a schedule, counted on `meta`, once."""
+    """The cost of a schedule, counted on `meta` and remembered."""
 
     def __init__(self, planner: Planner, config: MethodConfig) -> None:
         self._planner, self._config = planner, config
@@ -87,11 +83,11 @@ class Trial:
     phase: Phase
     schedule: Schedule
     share: float
-    """Of the original's multiply-adds, the mask modules included."""
+    """Of the original's multiply-adds, mask modules included."""
     divergence: float
-    """From the original's outputs, a mean over the images that were looked at."""
+    """From the original's outputs, the mean over `num_images`."""
     num_images: int
-    """A schedule that is clearly worse than the best is not tried on all of them."""
+    """How many images the schedule was tried on: fewer if it is clearly worse than the best."""
     is_best: bool = False
     """Whether it was the best so far."""
 
@@ -100,17 +96,17 @@ Progress = Callable[[Trial], None]
 """Called after every trial."""
 
 _KICKS = 3
-"""Steps of a random walk that leads out of a local optimum."""
+"""Steps of a random walk out of a local optimum."""
 
 _ADJUSTMENTS = 20
-"""Settings of the method to try at one schedule."""
+"""How many settings of the method to try on one schedule."""
 
 _Kept = tuple[Any, Any]
 """A block's output, and what is known about its tokens."""
 
 
 def cosine_distance(features: Any, original: Any) -> Tensor:
-    """One less the cosine of features, or of all feature maps of a network side by side."""
+    """One minus the cosine of features; the feature maps of a network are concatenated."""
     return 1 - F.cosine_similarity(_flat(features), _flat(original), dim=1)
 
 
@@ -120,10 +116,10 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Float[Tensor, "b d"]:
 
 
 class _Memory:
-    """Block outputs by batch and settings; the least recently used go when there are too many.
+    """Block outputs by batch and settings; the least recently used are dropped to save memory.
 
-    What is known about tokens counts too: merges of long sequences are larger than the outputs.
-    Blocks share them, so bytes are counted by storage.
+    The state of tokens counts too, as the merges of long sequences are larger than the outputs.
+    Blocks share tensors, so the bytes of each storage are counted once.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -159,7 +155,7 @@ class _Memory:
 
 
 def _storages(value: Any) -> dict[int, int]:
-    """The memory that tensors within a value hold: bytes by address."""
+    """The storages of the tensors within a value: bytes by address."""
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
@@ -172,7 +168,7 @@ def _storages(value: Any) -> dict[int, int]:
 
 
 class Trials:
-    """Tries schedules on one network and one set of images. The network is a copy of its own."""
+    """Tries schedules on one set of images and one network, which it converts and reverts."""
 
     def __init__(
         self,
@@ -206,14 +202,14 @@ class Trials:
 
     @torch.no_grad()
     def stream(self, schedule: Schedule) -> Generator[Tensor, None, None]:
-        """The divergence of every image under a schedule, batch by batch. Close it when done."""
+        """The divergence of every image, batch by batch; close it to revert the network."""
         with self._converted(schedule) as state:
             for index, reference in enumerate(self.reference):
                 outputs = self._run(schedule, index, state)
                 yield self.divergence(outputs, reference).double().cpu()
 
     def tidy_(self) -> None:
-        """Leave the network as it was, wherever a trial was interrupted."""
+        """Revert the network, wherever a trial was interrupted."""
         for module in self.model.modules():
             module.__dict__.pop("forward", None)
         self.adapter.revert_(self.model)
@@ -222,7 +218,8 @@ class Trials:
     def _converted(self, schedule: Schedule) -> Iterator[TokenState]:
         state = TokenState()
         config = config_of(schedule, self.config)
-        sites = self.planner.with_config(config).sites(counts_of(schedule))
+        counts = {setting.block: setting.count for setting in schedule}
+        sites = self.planner.with_config(config).sites(counts)
         self.adapter.convert_(self.model, config, sites, state)
         try:
             yield state
@@ -237,7 +234,7 @@ class Trials:
         keys = [
             (self.config, index, end, tuple(s for s in schedule if s.block <= end)) for end in ends
         ]
-        # The last unit leaves things for the head that are not kept: it always runs.
+        # The last unit always runs, as it leaves state for the head that is not kept.
         known = [n for n, key in enumerate(keys[:-1]) if key in self.memory]
         start = known[-1] if known else -1
         patched: list[nn.Module] = []
@@ -254,13 +251,13 @@ class Trials:
                 del module.forward
 
     def _units(self) -> list[nn.Module]:
-        """The modules after which a trial can start: the blocks, or what contains several."""
+        """The modules after which a trial can start: blocks, or modules of several blocks."""
         paths = [block.path for block in self.planner.layout.blocks]
         return self.adapter.units(self.model) or [self.model.get_submodule(path) for path in paths]
 
     @torch.no_grad()
     def _can_resume(self) -> bool:
-        """Whether starting in the middle gives the same; networks with other habits start over."""
+        """Whether starting in the middle gives the same outputs; otherwise trials run in full."""
         self.resumes = True
         with self._converted(()) as state:
             first = self._run((), 0, state)
@@ -282,7 +279,7 @@ def _last_block(unit: nn.Module) -> int:
 def _pass_over_(
     model: nn.Module, unit: nn.Module, kept: _Kept, state: TokenState, end: int
 ) -> list[nn.Module]:
-    """Make a unit give what it gave before, and everything before it pass its input on."""
+    """Make a unit return its kept output, and all modules before it return their input."""
     output, tokens = kept
     path = next(name for name, module in model.named_modules() if module is unit).split(".")
     before: list[nn.Module] = []
@@ -306,7 +303,7 @@ def _pass_on(x: Any, *_args: object, **_options: object) -> Any:
 
 
 def _remember_(unit: nn.Module, key: object, memory: _Memory, state: TokenState, end: int) -> None:
-    """Make a unit keep what it gives."""
+    """Make a unit store its output in the memory."""
     forward = unit.forward
 
     def run(*args: Any, **options: Any) -> Any:
@@ -351,21 +348,21 @@ class Search:
         return math.inf if self._best_values is None else float(self._best_values.mean())
 
     def forget(self) -> None:
-        """Start anew, for another budget; what was tried stays in the history."""
+        """Start over for another budget; the history stays."""
         self.best, self._best_values, self.uncalibrated = None, None, math.inf
         self._tried.clear()
         self._has_result = False
         self._end = len(self.history) + self.num_trials
 
     def probe(self, schedule: Schedule) -> float:
-        """The divergence on the first batch, whatever the budget; it cannot become the best."""
+        """The divergence on the first batch; the schedule may exceed the budget."""
         with closing(self.trials.stream(schedule)) as stream:
             values = next(stream)
         self._note("sensitivity", schedule, values, is_best=False)
         return float(values.mean())
 
     def gauge(self, schedule: Schedule, *, is_result: bool) -> Tensor:
-        """Measure the default schedule on all images; `is_result`: it may be what is found."""
+        """Measure the default schedule on all images; `is_result`: it may be the result."""
         with closing(self.trials.stream(schedule)) as stream:
             values = torch.cat(list(stream))
         self.uncalibrated = float(values.mean())
@@ -374,9 +371,9 @@ class Search:
         return values
 
     def adjust(self, schedule: Schedule, values: Tensor) -> Tensor:
-        """Change the method's settings, one at a time, as long as a schedule gains by it.
+        """Change the method's settings, one at a time, as long as that helps a schedule.
 
-        `values` are its divergences with the settings as they are; returns those in the end.
+        `values` are its divergences with the current settings; returns those with the last.
         """
         tried = {self.trials.config}
         while True:
@@ -393,14 +390,14 @@ class Search:
                 return values
 
     def adjust_best(self) -> None:
-        """Change the method's settings as long as the best schedule gains by it."""
+        """Change the method's settings as long as that helps the best schedule."""
         if self.best is not None and self._best_values is not None:
             self._best_values = self.adjust(self.best, self._best_values)
 
     def _with_settings(
         self, config: MethodConfig, schedule: Schedule, values: Tensor
     ) -> Tensor | None:
-        """Take other settings if a schedule is better with them; its divergences then."""
+        """Adopt other settings if a schedule is better with them; returns its divergences then."""
         before, self.trials.config = self.trials.config, config
         better = False
         try:
@@ -413,7 +410,7 @@ class Search:
         return found if better else None
 
     def consider(self, schedule: Schedule, phase: Phase) -> bool:
-        """Try a schedule; whether it is the best so far."""
+        """Try a schedule; returns whether it is the best so far."""
         self._tried.add(schedule)
         values = self._divergences(schedule, self._best_values)
         whole = len(values) == self.trials.num_images
@@ -424,7 +421,7 @@ class Search:
         return better
 
     def refine(self, space: Space) -> None:
-        """Walk downhill, from the best schedule, until all was tried or enough."""
+        """Walk downhill from the best schedule, until nothing is left to try."""
         while self.best is not None:
             if not self._descend(space, self.best) and not self._kick(space):
                 return
@@ -437,7 +434,7 @@ class Search:
         return False
 
     def _kick(self, space: Space) -> bool:
-        """Try what a random walk from the best schedule leads to; False where all was tried."""
+        """Try the end of a random walk from the best schedule; False if no new one is found."""
         for _ in range(20):
             schedule = self.best or ()
             for _ in range(_KICKS):
@@ -449,7 +446,7 @@ class Search:
         return False
 
     def _divergences(self, schedule: Schedule, others: Tensor | None) -> Tensor:
-        """The divergence of every image, until the others' turn out to be smaller."""
+        """The divergences of a schedule, broken off once it is clearly worse than `others`."""
         parts: list[Tensor] = []
         with closing(self.trials.stream(schedule)) as stream:
             for part in stream:
@@ -470,7 +467,7 @@ class Search:
         self.history.append(trial)
         self.progress(trial)
         if phase == "settings":
-            self._end += 1  # they come on top of the schedules
+            self._end += 1  # not counted among the schedules to try
             return
         found = self._has_result or self.best is not None
         if found and len(self.history) >= self._end:
@@ -478,7 +475,7 @@ class Search:
 
 
 def _is_beaten(values: Tensor, others: Tensor) -> bool:
-    """Whether it is worse than others on the same images by more than the noise."""
+    """Whether divergences exceed others, of the same images, by more than the noise."""
     excess = values - others[: len(values)]
     noise = float(excess.std()) / math.sqrt(len(excess)) if len(excess) > 1 else 0.0
     return float(excess.mean()) > noise
@@ -489,7 +486,7 @@ class Space(ABC):
 
     budget = 1.0
     num_sites = 1
-    """At most so many blocks of a sequence merge."""
+    """At most so many blocks merge (sequences only)."""
 
     def __init__(self, search: Search) -> None:
         self.search, self.cost = search, search.cost
@@ -497,7 +494,7 @@ class Space(ABC):
     @property
     @abstractmethod
     def floor(self) -> float:
-        """The smallest share that merging reaches at all."""
+        """The smallest share of the multiply-adds that merging can reach."""
 
     @abstractmethod
     def starts(self) -> list[Schedule]:
@@ -508,7 +505,7 @@ class Space(ABC):
         """What is one step away, the most promising first."""
 
     def default(self, share: float) -> Schedule | None:
-        """What the method does at a ratio by itself, if it can."""
+        """The method's own schedule for a share; None if it has none."""
         trials = self.search.trials
         config = trials.config.scheduled(ratio=share)
         try:
@@ -524,9 +521,9 @@ class Space(ABC):
         )
 
     def suited(self, schedule: Schedule) -> Schedule | None:
-        """The nearest schedule of this space, if there is one; it may cost too much."""
+        """The nearest schedule of this space, if there is one; it may exceed the budget."""
         return schedule
 
     def without_last(self) -> list[Schedule]:
-        """The default schedule of a larger budget, where the last block pays for it."""
+        """Default schedules of larger budgets, whose excess is saved at the last block."""
         return []

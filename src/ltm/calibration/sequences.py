@@ -1,12 +1,12 @@
 """Schedules of sequence networks (ViT): sites, token counts, and the method's own choices.
 
-How much a network minds merging at each block is the map that the search starts from: the
+The search starts from the sensitivities: how far outputs diverge if a single block merges. The
 divergences of single blocks nearly add up, so they tell which schedules are worth trying.
 
 Costs are a polynomial: attention costs `a n + b n^2` multiply-adds in the tokens that enter a
-block, the MLP `c n` in those that leave the merge, and a merge itself `d + e n + f n^2`, depending
-on what it does: an alternate matching of which half leave at most compares a quarter of the pairs.
-The coefficients are fitted to a few counts on `meta`, and tried on others.
+block, the MLP `c n` in those that leave the merge, and a merge itself `d + e n + f n^2`. The latter
+depends on the method: alternate matching, where at most half of the tokens leave, compares a
+quarter of the pairs. The coefficients are fitted to a few counts on `meta`, and checked on others.
 
 Letters: n tokens with their prefix.
 """
@@ -29,25 +29,25 @@ from ltm.calibration.search import CountedCost, Schedule, Search, Setting, Space
 from ltm.methods.base import MethodConfig
 
 _TOLERANCE = 1e-9
-"""How far, as a share, a fitted cost may be from what is counted."""
+"""How far a fitted cost may be from the counted one, as a share of the original's."""
 
 _LEAVING = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""The shares of tokens whose leaving is tried at every block."""
+"""Shares of the tokens to remove at a block when its sensitivity is measured."""
 
 _HOPELESS = 0.5
-"""A divergence beyond which a block is not asked to give up still more tokens."""
+"""Beyond this divergence, removing more tokens at a block is not tried."""
 
 _PROBE = 0.25
-"""The share of tokens whose leaving tells the choices of a block apart."""
+"""The share of tokens to remove at a block when the choices there are compared."""
 
 _WORTH_TRYING = 1.25
-"""Choices that did worse than the usual one by more than this factor are left out."""
+"""Choices that are worse than the usual one by more than this factor are not tried."""
 
 _HARMLESS = 1e-7
-"""A divergence that makes no difference, nor do choices then.
+"""A divergence that counts as none; choices are then not compared.
 
-Where the head reads the class token alone, the last block's patches are of no use once they were
-attended to: letting them go there is harmless.
+If the head reads the class token alone, the last block's patches are not needed once they were
+attended to: removing them there is harmless.
 """
 
 _CLOSE = 0.01
@@ -57,9 +57,9 @@ _TINY = 1e-9
 
 
 class SequenceCost:
-    """The fitted polynomial of a network on one sequence, block by block.
+    """The cost of a schedule, by the polynomial of a network on one sequence.
 
-    Where it does not give what is counted, schedules are counted: far slower, but right.
+    If that does not fit what is counted, every schedule is counted, which is far slower.
     """
 
     def __init__(self, planner: Planner, config: MethodConfig) -> None:
@@ -77,7 +77,7 @@ class SequenceCost:
             self._fit()
 
     def _fit(self) -> bool:
-        """Find the coefficients; whether they give what is counted."""
+        """Fit the coefficients; returns whether they give the counted costs."""
         self._known: dict[tuple[int, int, int | None], float] = {}
         samples = list(self._samples())
         table = torch.stack([self._terms(schedule) for schedule in samples])
@@ -90,7 +90,7 @@ class SequenceCost:
         return self.exact
 
     def _kinds_of(self, choices: Sequence[Hashable]) -> dict[Hashable, int]:
-        """The kind of every choice: choices whose merges cost the same are of one kind."""
+        """The kind of every choice; choices of one kind cost the same."""
         kinds: dict[Hashable, int] = {}
         costs: list[float] = []
         for choice in choices:
@@ -111,12 +111,12 @@ class SequenceCost:
         return self._known[key]
 
     def _block_terms(self, before: int, after: int, kind: int | None) -> list[tuple[int, int]]:
-        """What a block's coefficients are multiplied with, each with its place."""
+        """The terms of a block, each with the place of its coefficient."""
         n, p = before + self.num_prefix, after + self.num_prefix
         terms = [(1, n), (2, n * n), (3, p)]
         if kind is None:
             return terms
-        # An alternate matching compares even patches with odd ones, until more than half leave.
+        # Alternate matching compares even patches with odd ones, unless more than half leave.
         half = before // 2
         alternates = self._alternates and before - after <= half
         start = 4 + 3 * (kind + alternates * self._num_kinds)
@@ -127,7 +127,7 @@ class SequenceCost:
         return self._values[0] + sum(self.block(*step) for step in self._steps(schedule))
 
     def _steps(self, schedule: Schedule) -> Iterator[tuple[int, int, int | None]]:
-        """Of every block: the tokens before and after it, and the kind of its merge."""
+        """Each block: the tokens before and after it, and the kind of its merge."""
         counts = {s.block: _count(s) for s in schedule}
         kinds = {s.block: self._kinds[s.choice] for s in schedule}
         left = self.num_in
@@ -137,7 +137,7 @@ class SequenceCost:
             left = after
 
     def _terms(self, schedule: Schedule) -> Tensor:
-        """What each coefficient is multiplied with."""
+        """The sums of all blocks' terms, one for each coefficient."""
         terms = torch.zeros(4 + 3 * len(self._ways()), dtype=torch.float64)
         terms[0] = 1
         for step in self._steps(schedule):
@@ -146,7 +146,7 @@ class SequenceCost:
         return terms
 
     def _ways(self) -> list[tuple[Hashable, int]]:
-        """All that costs differently: a choice of each kind, and the eighths of tokens that stay.
+        """All merges that cost differently: a choice of each kind, and the eighths of tokens kept.
 
         The cheapest is last.
         """
@@ -156,7 +156,7 @@ class SequenceCost:
         return [*((choice, 3) for choice in choices), *((choice, 7) for choice in apart)]
 
     def _samples(self) -> Iterator[Schedule]:
-        """Schedules that tell the coefficients apart: every way at three numbers of tokens."""
+        """Schedules that determine the coefficients: every way at three numbers of tokens."""
         last, (lead, _) = self.depth - 1, self._ways()[self._num_kinds - 1]
         yield ()
         yield self._few_leave(lead)
@@ -170,7 +170,7 @@ class SequenceCost:
                 yield first, self._placed(way, last, _count(first))
 
     def _held_out(self) -> Schedule:
-        """A schedule of all ways, as far as there are blocks and tokens, unlike the samples."""
+        """A schedule that is no sample, with all ways for which there are blocks and tokens."""
         sites: list[Setting] = []
         ways, left = self._ways()[-self.depth :], self.num_in
         for index, way in enumerate(reversed(ways)):
@@ -182,7 +182,7 @@ class SequenceCost:
         return tuple(sites)
 
     def _few_leave(self, choice: Hashable) -> Schedule:
-        """An eighth of the tokens leaves at the last block: what an alternate matching is for."""
+        """An eighth of the tokens leaves at the last block, as suits alternate matching."""
         return (self._placed((choice, 7), self.depth - 1, self.num_in),)
 
     def _placed(self, way: tuple[Hashable, int], block: int, before: int) -> Setting:
@@ -192,14 +192,14 @@ class SequenceCost:
 
 @dataclass(frozen=True)
 class _Sensitivity:
-    """The divergence that merging at one block alone makes, by the tokens it leaves."""
+    """The divergence from merging at one block alone, by the number of tokens left."""
 
     num_in: int
     curves: Mapping[int, Sequence[tuple[int, float]]]
     """By block: (tokens that leave, divergence), ascending."""
 
     def at(self, block: int, count: int) -> float:
-        """The divergence of leaving `count` tokens at a block: a power law between the points."""
+        """The divergence if a block leaves `count` tokens, by a power law between the points."""
         leaving = self.num_in - count
         if leaving <= 0:
             return 0.0
@@ -212,15 +212,15 @@ class _Sensitivity:
         return d1 * (leaving / n1) ** slope
 
     def step(self, block: int, before: int, count: int) -> float:
-        """Going on from `before` tokens to `count` at a block."""
+        """The divergence that a block adds if it merges `before` tokens into `count`."""
         return max(0.0, self.at(block, count) - self.at(block, before))
 
 
 class _Programme:
-    """Chooses sites and counts by the sensitivities: a shortest path through the blocks.
+    """Chooses sites and counts by the sensitivities, as a shortest path through the blocks.
 
-    A price on multiply-adds makes the choice separable, block by block; the price is raised until
-    the budget is met.
+    The length of a path is its divergence plus a price for its multiply-adds. The price is raised
+    until the path keeps to the budget.
     """
 
     def __init__(
@@ -242,9 +242,9 @@ class _Programme:
         self.harms = torch.stack([_table(harm) for harm in harms])
 
     def best(self, budget: float, num_sites: int) -> Schedule | None:
-        """The schedule of exactly so many sites that should do least harm within the budget.
+        """The schedule of exactly so many sites with the least divergence within the budget.
 
-        None where the budget cannot be met.
+        None if the budget cannot be met.
         """
         low, high, found = 1e-9, 1e-6, None
         while found is None:
@@ -259,7 +259,7 @@ class _Programme:
         return found
 
     def _within(self, budget: float, num_sites: int, price: float) -> Schedule | None:
-        """The shortest path at a price, if it keeps to the budget."""
+        """The shortest path at a price; None if it exceeds the budget."""
         states, steps = self._shortest(price)
         level = int(states[num_sites].argmin())
         if not math.isfinite(float(states[num_sites, level])):
@@ -299,7 +299,7 @@ def _table(values: list[list[float]]) -> Tensor:
 
 
 class SequenceSpace(Space):
-    """Schedules of at most so many sites whose counts are among some levels."""
+    """Schedules of a limited number of sites, with counts from a list of levels."""
 
     cost: SequenceCost
 
@@ -320,7 +320,7 @@ class SequenceSpace(Space):
         return self.cost((Setting(0, self.levels[0], self.cost.usual),))
 
     def starts(self) -> list[Schedule]:
-        """What the sensitivities suggest, for each number of sites."""
+        """The schedules that the sensitivities suggest, one for each number of sites."""
         programme = _Programme(self._sensitivity, self.cost, self.levels, self.num_sites)
         found = [
             programme.best(self.budget, num_sites) for num_sites in range(self.num_sites, 0, -1)
@@ -328,7 +328,7 @@ class SequenceSpace(Space):
         return [self._fitted(schedule) or schedule for schedule in found if schedule]
 
     def suited(self, schedule: Schedule) -> Schedule | None:
-        """The schedule with counts rounded down to the levels, where its sites are few enough."""
+        """The schedule with counts rounded down to the levels; None if it has too many sites."""
         sites: list[Setting] = []
         for setting in schedule:
             below = [n for n in self.levels if n <= _count(setting)]
@@ -346,7 +346,7 @@ class SequenceSpace(Space):
             middle = (low + high) / 2
             sites = tuple(s for s in self.default(middle) or () if s.block < last.block)
             suited = self.suited(sites)
-            # Small shares may have no plan: larger ones have fewer sites.
+            # A small share may have no schedule of few enough sites; a larger one may.
             if not suited or suited[-1].count == last.count or len(suited) >= self.num_sites:
                 low = middle
             elif self.cost((*suited, last)) <= self.budget:
@@ -357,7 +357,7 @@ class SequenceSpace(Space):
 
     @cached_property
     def _sensitivity(self) -> _Sensitivity:
-        """The sensitivity of every block: how much outputs move when its tokens merge."""
+        """The sensitivity of every block, measured."""
         num_in = self.cost.num_in
         curves: dict[int, list[tuple[int, float]]] = {}
         for block in range(self.cost.depth):
@@ -371,9 +371,9 @@ class SequenceSpace(Space):
         return _Sensitivity(num_in, curves)
 
     def _factors(self, block: int) -> dict[Hashable, float]:
-        """How good choices are at a block, as factors of the usual one's divergence.
+        """The divergence of each choice at a block, as a factor of the usual choice's.
 
-        Only the usual one where nothing makes a difference.
+        If merging there is harmless, the usual choice is the only one.
         """
         if block not in self._known_factors:
             leaving = max(1, round(_PROBE * self.cost.num_in))
@@ -395,7 +395,7 @@ class SequenceSpace(Space):
         yield from sorted(found, key=self._expected)
 
     def _expected(self, schedule: Schedule) -> float:
-        """The divergence that the sensitivities add up to."""
+        """The sum of the divergences of the single sites."""
         total, before = 0.0, self.cost.num_in
         for setting in schedule:
             step = self._sensitivity.step(setting.block, before, _count(setting))
@@ -406,7 +406,7 @@ class SequenceSpace(Space):
         return total
 
     def _shifts(self, schedule: Schedule) -> Iterator[Schedule]:
-        """One site leaves more or fewer tokens, another makes up for it."""
+        """One site leaves more or fewer tokens, and another one compensates."""
         for index, setting in enumerate(schedule):
             place = bisect_left(self.levels, _count(setting))
             for step in (-4, -2, -1, 1, 2, 4):
@@ -419,7 +419,7 @@ class SequenceSpace(Space):
                         yield fitted
 
     def _moves(self, schedule: Schedule) -> Iterator[Schedule]:
-        """A site moves by a block or two, appears or disappears; the best-placed one adapts."""
+        """A site moves by a block or two, is added or dropped; the best suited one compensates."""
         taken = {setting.block for setting in schedule}
         candidates: list[Schedule] = []
         for index, setting in enumerate(schedule):
@@ -441,7 +441,7 @@ class SequenceSpace(Space):
                 yield fitted
 
     def _added(self, schedule: Schedule, block: int) -> Schedule | None:
-        """One site more, half way between its neighbours."""
+        """The schedule with one more site, with a count half way between its neighbours'."""
         before = [_count(s) for s in schedule if s.block < block]
         after = [_count(s) for s in schedule if s.block > block]
         most, least = min(before, default=self.cost.num_in), max(after, default=0)
@@ -451,7 +451,7 @@ class SequenceSpace(Space):
         return (*schedule, Setting(block, between[len(between) // 2], self.cost.usual))
 
     def _swaps(self, schedule: Schedule) -> Iterator[Schedule]:
-        """A site merges another way, if that is any good there."""
+        """A site merges another way, if that is worth trying there."""
         for index, setting in enumerate(schedule):
             for choice, factor in self._factors(setting.block).items():
                 if factor <= _WORTH_TRYING:
@@ -461,12 +461,12 @@ class SequenceSpace(Space):
                         yield fitted
 
     def _fitted(self, schedule: Schedule) -> Schedule | None:
-        """Let the site that is best for it make up for what is left of the budget, or missing."""
+        """Change the count of one site so that the budget is just met; the best such schedule."""
         fits = [self._fit(schedule, index) for index in range(len(schedule))]
         return min((fit for fit in fits if fit is not None), key=self._expected, default=None)
 
     def _fit(self, schedule: Schedule, index: int) -> Schedule | None:
-        """Let one site keep as many tokens as the budget allows."""
+        """Give one site the largest count that the budget allows."""
         counts = [self.cost.num_in, *(_count(setting) for setting in schedule), 0]
         low, high = counts[index + 2], counts[index]
         allowed = [level for level in self.levels if low < level < high]
@@ -496,7 +496,7 @@ def _replaced(schedule: Schedule, index: int, **changes: object) -> Schedule:
 
 
 def token_levels(num_in: int, num_prefix: int, multiple: int | None) -> list[int]:
-    """The token counts, prefix excluded, that suit the hardware."""
+    """The token counts, prefix excluded, to choose from: with prefix, multiples of a number."""
     if multiple is None:
         multiple = 8 if num_in >= 64 else 1
     return [n for n in range(1, num_in) if (n + num_prefix) % multiple == 0]

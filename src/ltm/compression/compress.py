@@ -1,12 +1,13 @@
-"""`ltm.compress`: from a trained network and labelled images to a smaller one, with a report.
+"""`ltm.compress`: from a trained network and labelled images to a faster one, with a report.
 
-The stages (convert, calibrate, tune, freeze, measure, draw) each add to one comparison. A run may
-be stopped at any of them: the model is saved as soon as there is one, and measurements that were
-made are kept.
+The stages (convert, calibrate, tune, freeze, measure, draw) each add to one comparison. Ctrl-C may
+stop a run at any of them: the network is saved as soon as there is one, and what was measured is
+kept.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -34,7 +35,6 @@ from ltm.calibration.calibration import Calibration
 from ltm.calibration.settings import CalibrateSettings
 from ltm.compression.settings import LEAST_RATIO, NUM_POINTS, CompressSettings
 from ltm.core.cost import meta_copy
-from ltm.core.validation import require_least
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
@@ -94,12 +94,16 @@ _DEFAULTS = CompressSettings()
 _FITTING_IMAGES = 64
 _FILES = ("model.safetensors", "config.json", "report.html", "README.md", "metrics.json", ONNX_FILE)
 _SOMEWHERE = "FOLDER"
-"""What the code calls the folder of a network that is not saved."""
+"""The folder in the deployment's code, while the network is not saved."""
 _ROUNDS = 5
-"""Networks that are tried to meet a time."""
+"""How many networks are tried to meet a time."""
 _AIM = 0.985
-"""Share of the time that is aimed at: what is measured last may be a little slower."""
+"""Aim at this share of the time, as the last measurement may be a little slower."""
 _CLOSE = 0.015
+"""A time that differs from the aim by no more than this share is close enough."""
+
+_Made = tuple[nn.Module, dict[str, Any] | None]
+"""A converted network, and what its calibration found."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -114,9 +118,9 @@ class CompressResult:
     """What the report shows."""
     class_names: tuple[str, ...] = ()
     origin: dict[str, str] = field(default_factory=dict)
-    """What timm knows about where the weights come from."""
+    """Where the weights come from, as far as timm knows."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """What was exported, by file name."""
+    """Exported files, by name."""
 
     @property
     def deployment(self) -> Deployment | None:
@@ -125,7 +129,7 @@ class CompressResult:
 
     @property
     def interrupted(self) -> str:
-        """What was going on when Ctrl-C stopped the run; empty for a complete one."""
+        """The stage that Ctrl-C stopped; empty for a complete run."""
         return self.comparison.interrupted
 
     def save(self, folder: str | Path) -> Path:
@@ -144,7 +148,7 @@ class CompressResult:
         return folder
 
     def _saved_in(self, folder: Path) -> Comparison:
-        """The comparison whose code names the folder."""
+        """The comparison, with the folder in the code of its deployment."""
         deployed = self.comparison.deployment
         if deployed is None:
             return self.comparison
@@ -178,18 +182,18 @@ def compress(
     """Make a trained network faster, and measure what it gains and loses.
 
     Converts the network, chooses where to merge on images without labels, tunes it if asked to, and
-    freezes it. Then evaluates and times it, the original and the methods in `compare` on the same
-    labelled images. Ctrl-C stops it and keeps what is done. The given network is not changed.
+    freezes it. Then evaluates and times it on labelled images, together with the original and the
+    methods in `compare`. Ctrl-C stops it and keeps what is done. The given network is not changed.
 
     Args:
         model: a network or its name.
         data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
         settings: how to merge, what to choose on images, and what to measure.
-        folder: where the network is saved as soon as there is one, and where fine-tuning writes;
-            `save` the result for everything else.
+        folder: where the network is saved as soon as there is one, and where training writes;
+            `save` the result to write everything else.
         name: what the report calls the network.
         weights: what the report says about its weights.
-        command: how the report says to repeat the run; by default this call.
+        command: the command that the report gives to repeat the run; by default this call.
         say: called with each line of progress.
         changes: changes of the settings, such as `ratio=0.5`.
     """
@@ -214,21 +218,21 @@ def compress(
 
 
 def _python_call(name: str, data: str, settings: CompressSettings) -> str:
-    """The call that repeats a run: every setting that differs from its default."""
+    """The call that repeats a run, with every setting that differs from its default."""
     given = (f.name for f in fields(settings) if getattr(settings, f.name) != f.default)
     words = [f"{setting}={getattr(settings, setting)!r}" for setting in given]
     return f"ltm.compress({', '.join([repr(name), repr(data), *words])})"
 
 
 def _known_origin(model: nn.Module) -> dict[str, str]:
-    """What timm knows about where weights come from."""
+    """Where weights come from, as far as timm knows."""
     known: Any = getattr(model, "pretrained_cfg", None) or {}
     found = {"base_model": known.get("hf_hub_id"), "license": known.get("license")}
     return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
 def _open_pictures(pictures: str) -> tuple[NamedPicture, ...] | None:
-    """The pictures that the report shows; None takes them from the data."""
+    """The pictures that the report shows; None if they come from the data."""
     if pictures == "data":
         return None
     if pictures == "generated":
@@ -237,7 +241,7 @@ def _open_pictures(pictures: str) -> tuple[NamedPicture, ...] | None:
 
 
 class _Compression:
-    """A compression under way. `run` it; `comparison` tells what is known so far."""
+    """A compression under way: `run` it; `comparison` holds what is known so far."""
 
     def __init__(
         self,
@@ -250,7 +254,7 @@ class _Compression:
         say: Say,
         scratch: Path,
     ) -> None:
-        """Refuse what cannot work, then load the network."""
+        """Check the settings and open the data, then load the network."""
         self.data, self.settings, self.say = data, settings, say
         self.folder = None if folder is None else Path(folder)
         self.device = local_device(settings.device)
@@ -258,7 +262,6 @@ class _Compression:
         self.peers = [text for text in split_methods(settings.compare) if text != settings.method]
         for text in self.peers:
             method_config(text, settings.ratio)
-        require_least("bottleneck_images", settings.bottleneck_images, 0)
         self.forms = _forms(settings, self.device)
         if (settings.num_points or settings.has_goal) and self.config.ratio is None:
             raise ValueError(f"method is {settings.method}: its token counts are given already")
@@ -313,7 +316,7 @@ class _Compression:
         )
 
     def run(self) -> None:
-        """Go through the stages; on Ctrl-C stop, and remember where."""
+        """Go through the stages; Ctrl-C stops, and the stage is noted."""
         for doing, stage in self._stages():
             try:
                 stage()
@@ -344,7 +347,7 @@ class _Compression:
         yield "drawing", self.draw
 
     def convert(self) -> None:
-        """Convert, and save at once: from here on there is a result."""
+        """Convert and save, so that there is a result from here on."""
         self.models[self.settings.method] = self._converted(self.config)
         self._save()
 
@@ -355,21 +358,21 @@ class _Compression:
                 raise ValueError(
                     f"{config.title} needs other images to be fitted on, but {self.images.reason}"
                 )
-            # One of several: images come class by class.
+            # The images come class by class, so take one of every few.
             step = -(-len(self.calibration_batch) // _FITTING_IMAGES)
             fit_(model, self.calibration_batch[::step])
         return model
 
     def calibrate(self) -> None:
-        """Choose the schedule on unlabelled images; where that cannot be done, say why."""
+        """Choose the schedule on unlabelled images, or say why that cannot be done."""
         if self.calibrator is None:
             return
         assert self.config.ratio is not None
-        self._keep(*self._calibrated(self.config.ratio))
+        self._keep(self.config.ratio, self._calibrated(self.config.ratio))
 
     @cached_property
     def calibrator(self) -> Calibration | None:
-        """The search for schedules; what it learns about the blocks serves every ratio."""
+        """The search for schedules; what it learns about the blocks is used for every ratio."""
         settings = self.settings
         reason = _why_not_calibrated(self.model, self.images) if settings.calibrate else ""
         if reason:
@@ -380,33 +383,33 @@ class _Compression:
         search = CalibrateSettings(trials=settings.calibration_trials, seed=settings.seed)
         return Calibration(self.models[BASE], self.calibration_batch, self.config, search)
 
-    def _calibrated(self, ratio: float) -> tuple[nn.Module, dict[str, Any] | None]:
-        """The network at a ratio, its schedule chosen on images where that can be done."""
+    def _calibrated(self, ratio: float) -> _Made:
+        """The network at a ratio, with a schedule chosen on images if that can be done."""
         if self.calibrator is None:
-            return self._converted(method_config(self.settings.method, ratio)), None
+            return self._converted(self.config.with_amount(ratio=ratio)), None
         found = self.calibrator.shown(ratio, silent=self.say is silent)
-        model = self._converted(found.config)
+        made = self._converted(found.config), found.to_dict()
         if found.interrupted:
-            self._keep(model, found.to_dict())
+            self._keep(ratio, made)
             raise KeyboardInterrupt
-        return model, found.to_dict()
+        return made
 
-    def _keep(self, model: nn.Module, calibration: dict[str, Any] | None) -> None:
-        """Make a network the result, and save it."""
-        self.models[self.settings.method] = model
-        self.calibration = calibration
-        if calibration is not None:
-            note = f"calibrated on {calibration['num_images']} images"
-            self.notes[self.settings.method] = note
+    def _keep(self, ratio: float, made: _Made) -> None:
+        """Make a network of that ratio the result, and save it."""
+        method = self.settings.method
+        self.config = self.config.with_amount(ratio=ratio)
+        self.models[method], self.calibration = made
+        if self.calibration is not None:
+            self.notes[method] = f"calibrated on {self.calibration['num_images']} images"
         self._save()
 
-    # --- Which network: along a curve, or until it is fast enough --------------------------------
+    # --- Which network: within a loss, or fast enough --------------------------------------------
 
     def choose_ratio(self) -> None:
         """Keep the fastest network within the loss; it is chosen on one half of the images."""
         settings = self.settings
         choosing, self.images = _halves(self.images)
-        made: dict[str, tuple[nn.Module, dict[str, Any] | None]] = {}
+        made: dict[str, _Made] = {}
         tried = Measurements({BASE: self.models[BASE]}, quiet=self.say is silent)
         search = Bisection(settings.allowed_loss) if not settings.ratios else None
         asked = iter(settings.curve)
@@ -420,7 +423,8 @@ class _Compression:
                 search.learn(loss)
         if not made:
             raise ValueError(f"ratios: {next(iter(self.left_out.values()))}")
-        networks = {BASE: self.models[BASE], **{name: model for name, (model, _) in made.items()}}
+        frozen = {name: _frozen_copy(model) for name, (model, _) in made.items()}
+        networks = {BASE: self.models[BASE], **frozen}
         self._find_form(list(networks.values())[-1])
         timings = {timing.method: timing for timing in self._time(networks)}
         curve = [
@@ -429,21 +433,19 @@ class _Compression:
         ]
         best = _chosen(curve, settings.allowed_loss)
         self.curve = [replace(point, chosen=point is best) for point in curve]
-        self.config = method_config(settings.method, best.ratio)
-        self._keep(*made[f"{best.ratio:g}"])
+        self._keep(best.ratio, made[f"{best.ratio:g}"])
 
-    def _at(self, ratio: float) -> tuple[nn.Module, dict[str, Any] | None] | None:
-        """The network at a ratio, frozen; None where it cannot reach it."""
+    def _at(self, ratio: float) -> _Made | None:
+        """The network at a ratio; None if the method cannot reach that ratio."""
         self.say(f"Converting to {ratio:g} of the multiply-adds")
         try:
-            model, found = self._calibrated(ratio)
+            return self._calibrated(ratio)
         except ValueError as error:
             self.left_out[f"{self.settings.method} at {ratio:g}"] = str(error)
             return None
-        return freeze_(model), found
 
     def _share_trials(self, number: int, total: int) -> None:
-        """Half of the trials go to the first ratio: what they tell of the blocks serves all."""
+        """Spend half of the trials on the first ratio: the sensitivities are used for all."""
         if self.calibrator is not None:
             half = max(1, self.settings.calibration_trials // 2)
             each = max(1, half // max(1, total - 1))
@@ -452,7 +454,7 @@ class _Compression:
     def _loss(
         self, choosing: ImageDataset, tried: Measurements, name: str, model: nn.Module
     ) -> float:
-        """The points that a network loses on the images to choose on."""
+        """How many points a network loses on the images to choose on."""
         one = Measurements({BASE: self.models[BASE], name: model}, quiet=self.say is silent)
         one.measure_accuracy(self._batches(choosing))
         tried.outputs |= one.outputs
@@ -461,29 +463,26 @@ class _Compression:
         return -100 * change
 
     def meet_goal(self) -> None:
-        """Predict a ratio from the times so far, convert, measure, correct."""
+        """Convert, time, and predict a better ratio from the times so far, a few times."""
         self._find_form(self.model)
         tried: dict[float, float] = {1.0: 1.0}
-        made: dict[float, tuple[nn.Module, dict[str, Any] | None]] = {}
-        goal = ratio = None
+        made: dict[float, _Made] = {}
+        goal, ratio = None, self.config.ratio
+        assert ratio is not None
         for _ in range(_ROUNDS):
-            if ratio is None:  # the first tells how time follows multiply-adds
-                assert self.config.ratio is not None
-                ratio = self.config.ratio
             try:
-                model, found = self._calibrated(ratio)
-            except ValueError as error:  # fewer tokens than this network can do with
+                made[ratio] = self._calibrated(ratio)
+            except ValueError as error:  # the network cannot do with so few tokens
                 self.left_out[f"{self.settings.method} at {ratio:.2f}"] = str(error)
                 ratio = (ratio + min(tried)) / 2
                 continue
-            model = freeze_(model)
-            times = {t.method: t for t in self._time({BASE: self.models[BASE], "new": model})}
+            networks = {BASE: self.models[BASE], "new": _frozen_copy(made[ratio][0])}
+            times = {timing.method: timing for timing in self._time(networks)}
             goal = goal or self._goal(times[BASE])
             tried[ratio] = 1 / _required_speedup(times["new"])
-            made[ratio] = model, found
             self.say(
-                f"At {ratio:.3f} of the multiply-adds a batch takes {tried[ratio]:.3f} of its time"
-                f"; {goal / _AIM:.3f} is asked for"
+                f"At {ratio:.3f} of the multiply-adds a batch takes {tried[ratio]:.3f} of the "
+                f"original's time; the goal is {goal / _AIM:.3f}"
             )
             if abs(tried[ratio] / goal - 1) <= _CLOSE:
                 break
@@ -494,8 +493,7 @@ class _Compression:
             raise ValueError(next(iter(self.left_out.values())))
         within = [ratio for ratio in made if tried[ratio] <= goal * (1 + _CLOSE)]
         best = max(within) if within else min(made, key=tried.__getitem__)
-        self.config = method_config(self.settings.method, best)
-        self._keep(*made[best])
+        self._keep(best, made[best])
 
     def _goal(self, base: Timing) -> float:
         """The share of the original's time to aim at."""
@@ -520,7 +518,7 @@ class _Compression:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Those of the data; numbers are no names."""
+        """The class names of the data, or those of the network where folders are numbered."""
         names = tuple(self.images.evaluation.class_names)
         known = inform(self.models[BASE]).class_names
         return known if known and all(name.isdigit() for name in names) else names
@@ -532,7 +530,7 @@ class _Compression:
     def _time(
         self, models: Mapping[str, nn.Module], forms: Sequence[str] | None = None
     ) -> list[Timing]:
-        """Networks in a form, interleaved, at the first batch size."""
+        """Time networks in a form at the first batch size, in interleaved rounds."""
         found = Measurements(models)
         self._measure_time(found, self.settings.time_batches[:1], forms or (self.form or "eager",))
         return found.timings
@@ -550,58 +548,61 @@ class _Compression:
         )
 
     def _find_form(self, model: nn.Module) -> None:
-        """Choose the form that a search is about, unless it was given: the fastest."""
+        """Choose the form that a search times: the one that was given, or the fastest."""
         if self.form is None and len(self.forms) > 1:
             found = self._time({BASE: self.models[BASE], "new": model}, self.forms)
             self.form = _fastest(found, "new", self.settings.time_batches[0])
         self.form = self.form or next(iter(self.forms))
 
     def export(self) -> None:
-        """Write the ONNX file; it is evaluated with the networks."""
+        """Write the ONNX file, which is evaluated together with the networks."""
         self.say("Writing the ONNX file")
         self.files[ONNX_FILE] = self.onnx(self.model).path.read_bytes()
 
     def finetune(self) -> None:
         """Train the mask modules alone; the best epoch is chosen on images not evaluated."""
-        from ltm.training.recipes import FINETUNE  # noqa: PLC0415 - it needs an extra
-        from ltm.training.run import train  # noqa: PLC0415
+        from ltm.training.run import finetune  # noqa: PLC0415 - it needs an extra
 
-        settings, config = self.settings, conversion_of(self.model).config
+        config = conversion_of(self.model).config
         held_out = _require_training_images(self.images, self.data)
-        splits = Splits(train=open_dataset(self.data, split="train"), val=held_out)
-        train(
+        result = finetune(
             self.model,
-            splits,
-            FINETUNE["general"],
-            output=None if self.folder is None else self.folder / "finetuning",
+            Splits(train=open_dataset(self.data, split="train"), val=held_out),
+            "general",
             overwrite=True,
-            say=self.say,
             method=config.name,
             ratio=config.ratio,
             source=self.data,
-            batch_size=settings.batch_size,
-            workers=settings.workers,
-            epochs=settings.finetune_epochs,
-            seed=settings.seed,
-            device=str(self.device),
+            epochs=self.settings.finetune_epochs,
+            **self._training("finetuning"),
         )
+        self.models[self.settings.method] = result.model
+
+    def _training(self, folder: str) -> dict[str, Any]:
+        """What both kinds of training are told."""
+        settings = self.settings
+        return {
+            "output": None if self.folder is None else self.folder / folder,
+            "say": self.say,
+            "batch_size": settings.batch_size,
+            "workers": settings.workers,
+            "seed": settings.seed,
+            "device": str(self.device),
+        }
 
     def _tuning_images(self) -> ImageDataset:
         """Unlabelled images, none of which is evaluated."""
-        given = self.settings.tune_data
-        if given is not None:
-            if Path(given).resolve() == Path(self.data).resolve():
-                raise ValueError(f"tune_data: {given} is what is evaluated; give other images")
-            return open_dataset(given, split="train", labelled=False)
-        found = open_dataset(self.data, split="train", labelled=False)
-        if found.split == "all":
+        source = self.settings.tune_data or self.data
+        found = open_dataset(source, split="train", labelled=False)
+        if found.split == "all" and Path(source).resolve() == Path(self.data).resolve():
             raise ValueError(
-                f"tune: {self.data} has no training split; give other images with --tune-data"
+                f"tune: {source} has no training split, and its images are evaluated; give other "
+                "images with --tune-data"
             )
         return found
 
     def tune(self) -> None:
-        """Let the original teach; the network stays as it was where that does not help."""
+        """Tune by distillation; if that does not help, the network stays as it was."""
         from ltm.training.tuning import tune_  # noqa: PLC0415 - it needs an extra
 
         settings, images = self.settings, self.tuning_images
@@ -613,14 +614,10 @@ class _Compression:
             images,
             settings.tune,
             trainable=settings.trainable,
-            output=None if self.folder is None else self.folder / "tuning",
-            say=self.say,
             source=settings.tune_data or self.data,
-            batch_size=settings.batch_size,
-            workers=settings.workers,
-            seed=settings.seed,
-            device=str(self.device),
+            **self._training("tuning"),
         )
+        self.models[settings.method] = result.model
         self.tuning = result.metrics
         notes = [self.notes.get(settings.method, ""), _tuning_note(result.metrics)]
         self.notes[settings.method] = ", ".join(note for note in notes if note)
@@ -632,8 +629,8 @@ class _Compression:
         self._save()
 
     def add_peers(self) -> None:
-        """Convert what is compared; what cannot do this ratio is left out, with the reason."""
-        # A method that was given as token counts has no ratio: its peers keep what it keeps.
+        """Convert the methods to compare; one that cannot reach the ratio is left out."""
+        # If the method was given as token counts, its peers get the share that it keeps.
         ratio = self.config.ratio or min(1.0, report(self.model).share)
         for text in self.peers:
             self.say(f"Converting with {text}")
@@ -658,19 +655,19 @@ class _Compression:
         try:
             self.measured.measure_bottleneck(self._batches(dataset))
         except KeyboardInterrupt:
-            # Numbers of fewer images would not match the curves beside them.
+            # Networks must not be compared on different images.
             self.measured.sites = []
             raise
 
     def measure_time(self) -> None:
-        """Time all networks in all forms on real images; recommend the fastest form."""
+        """Time all networks in all forms on real images, and recommend the fastest form."""
         batches = self.settings.time_batches
         self._measure_time(self.measured, batches, self.forms)
         if self.form is None:
             self.form = _fastest(self.measured.timings, self.settings.method, batches[0])
 
     def draw(self) -> None:
-        """Pictures of what becomes one token."""
+        """Draw which patches become one token."""
         base, named = self.models[BASE], self.pictures
         if named is None:
             named = tuple(data_pictures(self.images.evaluation))
@@ -686,12 +683,12 @@ class _Compression:
         self.illustrations = illustrate(scenes, trace_models(shown, scenes.inputs), block)
 
     def _save(self) -> None:
-        # Results of an earlier run are replaced as a whole, at the end.
+        # The results of an earlier run are replaced all at once, at the end.
         if self.folder is not None and not (self.folder / "metrics.json").exists():
             save(self.model, self.folder, class_names=self.class_names)
 
     def comparison(self, weights: str, command: str) -> Comparison:
-        """What is known so far."""
+        """All that is known so far."""
         settings, name = self.settings, self.name
         done = report(self.model) if settings.method in self.models else None
         share = 1.0 if done is None else done.share
@@ -726,20 +723,20 @@ class _Compression:
         )
 
     def _deployment(self) -> Deployment:
-        """How to run the result, and what its file said about the evaluated images."""
+        """How to run the result, and how its file's predictions compare."""
         form = self.form or ("onnxruntime" if self.files else "eager")
         if form == "onnxruntime" and not self.files:
             self.say("model.onnx is not written: give --export for it")
         spec = expected_images(self.model, DataConfig(source=self.data))
         folder = _SOMEWHERE if self.folder is None else self.folder.as_posix()
-        said = self.measured.outputs.get(ONNX_FILE)
+        of_file = self.measured.outputs.get(ONNX_FILE)
         known: dict[str, int] = {}
-        if said is not None:
+        if of_file is not None:
             network = self.measured.outputs[self.settings.method]
             known = {
-                "num_images": len(said.prediction),
-                "num_changed": int((~said.agrees).sum()),
-                "num_unlike": int((said.prediction != network.prediction).sum()),
+                "num_images": len(of_file.prediction),
+                "num_changed": int((~of_file.agrees).sum()),
+                "num_unlike": int((of_file.prediction != network.prediction).sum()),
             }
         return Deployment(
             form=form,
@@ -761,7 +758,7 @@ class _Compression:
 
 
 def _forms(settings: CompressSettings, device: torch.device) -> tuple[str, ...]:
-    """The forms to time; what cannot be is refused before anything is done."""
+    """The forms to time; one that cannot run here is refused."""
     forms = settings.forms or (usual_modes(device) if settings.time else ())
     if settings.form is not None and settings.form not in forms:
         forms = (*forms, settings.form)
@@ -776,19 +773,24 @@ def _forms(settings: CompressSettings, device: torch.device) -> tuple[str, ...]:
     return forms
 
 
+def _frozen_copy(model: nn.Module) -> nn.Module:
+    """The network as it will be deployed; the given one can still be tuned."""
+    return freeze_(copy.deepcopy(model))
+
+
 def _halves(images: Partition) -> tuple[ImageDataset, Partition]:
-    """Images to choose on, and a partition whose evaluation has the others."""
+    """Half of the images to choose on, and a partition that evaluates the other half."""
     dataset = images.evaluation
     order = np.random.default_rng(1).permutation(len(dataset)).tolist()
     middle = len(order) // 2
     if middle == 0:
-        raise ValueError("images: two are needed at least, to choose on one and report on another")
+        raise ValueError("images: at least two are needed, to choose on one and report the other")
     choosing, rest = (dataset.select(sorted(part)) for part in (order[:middle], order[middle:]))
     return choosing, replace(images, evaluation=rest)
 
 
 class Bisection:
-    """The smallest ratio within a loss, in a few steps; `ratio` is the next to try, or None."""
+    """Finds the smallest ratio within a loss, in a few steps."""
 
     def __init__(self, allowed: float, *, num_steps: int = NUM_POINTS) -> None:
         self.allowed, self._left = allowed, num_steps
@@ -796,10 +798,11 @@ class Bisection:
 
     @property
     def ratio(self) -> float | None:
+        """The next ratio to try; None after the last step."""
         return round((self._low + self._high) / 2, 2) if self._left else None
 
     def learn(self, loss: float) -> None:
-        """Take the loss at `ratio`: where it is allowed, go on with smaller ones."""
+        """Note the loss at `ratio`; the next ratio is smaller if that loss is allowed."""
         assert self.ratio is not None
         if loss <= self.allowed + 1e-9:
             self._high = self.ratio
@@ -821,7 +824,7 @@ def _curve_point(name: str, tried: Measurements, timing: Timing, share: float) -
 
 
 def _chosen(points: Sequence[CurvePoint], max_loss: float) -> CurvePoint:
-    """The fastest within the loss; where there is none, the one that loses least."""
+    """The fastest point within the loss, or the one that loses least if none is within it."""
     within = [p for p in points if -100 * p.loss.difference <= max_loss + 1e-9 and p.timing.speedup]
     if not within:
         return max(points, key=lambda point: point.loss.difference)
@@ -835,11 +838,11 @@ def _required_speedup(timing: Timing) -> float:
 
 
 def _predicted(tried: Mapping[float, float], goal: float) -> float:
-    """The ratio whose time is the goal, on the line through the two nearest times."""
+    """The ratio at which the line through the two nearest times reaches the goal."""
     nearest = sorted(tried, key=lambda ratio: abs(tried[ratio] - goal))[:2]
     low, high = sorted(nearest)
     slope = (tried[high] - tried[low]) / (high - low)
-    if slope <= 0:  # noise, or a network that merging does not make faster
+    if slope <= 0:  # noise, or merging does not make this network faster
         return 0.8 * min(tried)
     predicted = low + (goal - tried[low]) / slope
     return min(0.98, max(predicted, 0.6 * min(tried)))
@@ -856,7 +859,7 @@ def _fastest(timings: Sequence[Timing], method: str, batch_size: int) -> str | N
 
 
 def mixed(dataset: Any) -> Any:
-    """The same images in another order: those seen before Ctrl-C are then of all classes."""
+    """The images in random order, so that those seen before Ctrl-C are of all classes."""
     return dataset.select(np.random.default_rng(0).permutation(len(dataset)).tolist())
 
 
@@ -866,7 +869,7 @@ def _tuning_note(metrics: Mapping[str, Any]) -> str:
 
 
 def _why_not_calibrated(model: nn.Module, images: Partition) -> str:
-    """What keeps a converted model's schedule from being chosen on images; empty for nothing."""
+    """Why the schedule of a converted model cannot be chosen on images; empty if it can."""
     done = conversion_of(model)
     if not adapter_of(done.family).layout(meta_copy(model), done.image_size).is_sequence:
         return f"calibration is for sequences of tokens, and {done.family} has grids"
@@ -881,10 +884,11 @@ def _why_not_calibrated(model: nn.Module, images: Partition) -> str:
 
 
 def _require_training_images(parts: Partition, data: str) -> ImageDataset:
-    """The images on which the best epoch is chosen; a ValueError where nothing can train."""
+    """The images on which the best epoch is chosen."""
     if parts.calibration is None:
         raise ValueError(
-            f"finetune_epochs: the best epoch is chosen on calibration images, but {parts.reason}"
+            f"finetune_epochs: it needs calibration images to choose the best epoch on, but "
+            f"{parts.reason}"
         )
     if parts.calibration.split == "all":
         raise ValueError(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from ltm.core.validation import require, require_least
 from ltm.training.recipes import distilling
 from ltm.training.settings import Length
 
-FEW_POINTS = 0.5
-"""The loss that is allowed unless another is given."""
+_ALLOWED_LOSS = 0.5
 LEAST_RATIO = 0.4
-"""Where no ratios are given, a bisection tries some between this and 1."""
+"""A bisection for max_loss tries ratios between this and 1."""
 NUM_POINTS = 4
-"""How many it tries."""
+"""How many ratios it tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class CompressSettings:
     ratios: tuple[float, ...] = ()
     """Try these ratios, and keep the fastest network within --max-loss."""
     max_loss: float | None = None
-    """Points of top-1 that may be lost, by default 0.5. Without --ratios it tries four ratios, each
-    chosen by what the ones before lost."""
+    """Points of top-1 that may be lost, by default 0.5. Without --ratios, four ratios between 0.4
+    and 1 are tried, by bisection."""
     speedup: float | None = None
     """Instead of a ratio: how many times as fast as the original, in the form to deploy."""
     budget_ms: float | None = None
@@ -36,25 +36,25 @@ class CompressSettings:
     compare: tuple[str, ...] = ()
     """Other methods to compare with, such as tome,tofu,ltmp."""
     calibrate: bool = True
-    """Choose where to merge on images without labels, if network and data allow it."""
+    """Choose on unlabelled images where to merge and how much, if network and data allow it."""
     calibration_images: int = 256
-    """Images for that choice. They are not evaluated; 0 sets none aside."""
+    """Images for that choice. They are not evaluated. 0 sets none aside."""
     calibration_trials: int = 200
     """Schedules to try in all; Ctrl-C keeps the best so far."""
     finetune_epochs: int = 0
-    """Epochs of training the mask modules, on the training split with labels."""
+    """Epochs of training the mask modules, on the labelled images of the training split."""
     tune: str | None = None
-    """How long the original teaches the converted network, on images without labels: 60s, 5m or
-    3 epochs. If that does not help on images set aside, the untuned network is kept."""
+    """How long to tune the network by distillation from the original, on unlabelled images: 60s, 5m
+    or 3 epochs. If that does not help on images set aside, the untuned network is kept."""
     tune_data: str | None = None
-    """Images to tune on; they need no labels. By default the training split."""
+    """Images to tune on; labels are not used. By default the training split."""
     trainable: str = "norms"
     """What --tune trains: mergers, norms, biases, lora or all."""
     time: bool = True
     """Measure latency."""
     forms: tuple[str, ...] = ()
     """Forms to time: eager, compiled, cudagraph, compiled-cudagraph, onnxruntime. By default eager,
-    and CUDA graph on a GPU or ONNX Runtime elsewhere; compiling takes minutes."""
+    and cudagraph on a GPU or onnxruntime on a CPU. Compiling takes minutes."""
     form: str | None = None
     """The form to deploy; by default the fastest at the first of --time-batches."""
     export: bool = False
@@ -62,15 +62,15 @@ class CompressSettings:
     time_batches: tuple[int, ...] = (1, 8)
     """Batch sizes to time."""
     time_rounds: int = 15
-    """Rounds of timing; all networks and forms take turns."""
+    """Rounds of timing; in each, all networks and forms are timed in turn."""
     bottleneck_images: int = 1000
-    """Images for the information bottleneck at most; 0 leaves it out."""
+    """Measure the information bottleneck on at most so many images; 0 leaves it out."""
     pictures: str = "data"
     """Pictures in the report: data, generated, or an image file or folder."""
     split: str = "val"
     """Split of the data to evaluate on, where it has several."""
     images: int | None = None
-    """Evaluate this many images, spread over the classes, instead of all."""
+    """Evaluate on this many images, spread over the classes, instead of all."""
     batch_size: int = 64
     """Images per batch."""
     workers: int = 2
@@ -94,7 +94,8 @@ class CompressSettings:
             raise ValueError(f"{given[0]}: networks have to be timed; leave --no-time out")
         if given and self.finetune_epochs:
             raise ValueError(
-                f"{given[0]}: it chooses among networks as they are converted; fine-tune afterwards"
+                f"{given[0]}: it chooses among networks that are not fine-tuned; leave "
+                "--finetune-epochs out, and fine-tune the result"
             )
         if self.tune is not None:
             Length.read(self.tune)
@@ -111,8 +112,12 @@ class CompressSettings:
                 raise ValueError(f"{name} is {value:g}: it must be above {least:g}")
         if not 0 <= self.allowed_loss <= 100:
             raise ValueError(f"max_loss is {self.allowed_loss:g}: it is from 0 to 100 points")
-        if self.time_rounds < 1:
-            raise ValueError(f"time_rounds is {self.time_rounds}: at least 1 is needed")
+        for name in ("calibration_trials", "time_rounds", "images", "batch_size"):
+            require_least(name, getattr(self, name))
+        for name in ("calibration_images", "finetune_epochs", "bottleneck_images", "workers"):
+            require_least(name, getattr(self, name), 0)
+        smallest = min(self.time_batches, default=0)
+        require(smallest >= 1, "time_batches", self.time_batches, "sizes of at least 1")
         for ratio in self.ratios:
             if not 0 < ratio < 1:
                 raise ValueError(f"ratios: got {ratio:g}; each is above 0 and below 1")
@@ -120,19 +125,19 @@ class CompressSettings:
     @property
     def allowed_loss(self) -> float:
         """Points that may be lost where a ratio is chosen."""
-        return FEW_POINTS if self.max_loss is None else self.max_loss
+        return _ALLOWED_LOSS if self.max_loss is None else self.max_loss
 
     @property
     def curve(self) -> tuple[float, ...]:
-        """The ratios that were given, the mildest first."""
+        """The ratios that were given, the largest first."""
         return tuple(sorted(set(self.ratios), reverse=True))
 
     @property
     def num_points(self) -> int:
-        """How many ratios are tried; 0 where one ratio was given."""
+        """How many ratios are tried; 0 if one ratio was given."""
         return len(self.curve) or (NUM_POINTS if self.max_loss is not None else 0)
 
     @property
     def has_goal(self) -> bool:
-        """Whether a time is to be met."""
+        """Whether a speed or a time was asked for."""
         return self.speedup is not None or self.budget_ms is not None

@@ -1,6 +1,6 @@
-"""Images annotated in COCO's format: files checked in full, data sets and transforms of them.
+"""Images annotated in COCO's format: checked files, data sets, and their transforms.
 
-Folders and archives in COCO's layout, and generated shapes.
+Sources are folders and archives in COCO's layout, and generated shapes.
 """
 
 import json
@@ -110,9 +110,9 @@ class DetectionBatch(NamedTuple):
 class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
     """Images with boxes, labels and masks, from annotations in COCO's format.
 
-    Labels run from 1 without gaps, in order of the category ids (`category_ids[label - 1]` leads
-    back), as 0 is the background. Boxes are clipped to the image, and those of no width or height
-    dropped. Without transforms, images are `tv_tensors.Image`, 8 bit.
+    Label 0 is the background; labels from 1 on are categories in the order of their ids, so that
+    `category_ids[label - 1]` is the id. Boxes are clipped to the image, and empty ones dropped.
+    Without transforms, images are `tv_tensors.Image`, 8 bit.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
         return (image, target) if self.transforms is None else self.transforms(image, target)
 
     def coco_dict(self) -> dict[str, Any]:
-        """Return the annotations in COCO's format, complete, for evaluators."""
+        """Return all annotations in COCO's format, for evaluators."""
         return {
             "info": {},
             "images": [asdict(item) for item in self._images],
@@ -218,13 +218,13 @@ def open_detection(
         source: A folder or .zip archive with images and annotations in COCO's format, or `shapes`,
             generated, with options such as `shapes:classes=5,size=128,images=500,val_images=100`.
             Limits may be written behind a source: `slides?most_pixels=500000000` (`data.limits`).
-        split: Which split; of COCO's own layout (`annotations/instances_val2017.json`) and of
-            generated shapes. Other sources have but one.
-        annotations: The annotation file, within the source or elsewhere; found by itself under
-            the usual names.
+        split: Which split of COCO's own layout (`annotations/instances_val2017.json`), or of
+            generated shapes. Other sources have only one.
+        annotations: The annotation file, within the source or elsewhere. By default the first one
+            with a usual name.
         transforms: Applied to image and target together, such as `detection_transforms`.
         masks: Whether targets have masks.
-        crowd: Whether targets include crowd regions: detectors are not trained on them.
+        crowd: Whether targets have crowd regions, which detectors are not trained on.
     """
     if str(source).partition(":")[0] == "shapes":
         counts = {"images": 500, "val_images": 100}
@@ -282,9 +282,9 @@ def _usual_names(split: str) -> list[str]:
 
 
 def _image_paths(files: Files, images: Sequence[CocoImage], split: str) -> list[str]:
-    """Find every image of an annotation file: by its path's end, most often its bare name.
+    """Find every image of an annotation file: the path that ends with its file name.
 
-    Of several the one is meant that lies in a folder of the split (`val`, `val2017`).
+    If several do, it is the one in a folder of the split (`val`, `val2017`).
     """
     by_name: dict[str, list[str]] = {}
     for path in list_images(files).images:
@@ -308,13 +308,13 @@ def _one_of(found: list[str], image: CocoImage, files: Files, split: str) -> str
         chosen = [image.file_name]
     if len(chosen) != 1:
         raise ValueError(
-            f"{files.path} has {found[0]} and {found[1]}: either could be {image.file_name}, the "
-            f"file_name of image {image.id}; write the folder into file_name"
+            f"{files.path}: both {found[0]} and {found[1]} could be {image.file_name}, the "
+            f"file_name of image {image.id}; add the folder to file_name"
         )
     return chosen[0]
 
 
-# ImageNet's mean colour, as SSD pads; what is added belongs to no mask.
+# SSD pads with ImageNet's mean colour. The padding belongs to no mask.
 _PADDING: dict[type | str, Any] = {tv_tensors.Image: (124, 116, 104), "others": 0}
 
 
@@ -331,9 +331,9 @@ def detection_transforms(
     Boxes that end up smaller than a pixel are dropped.
 
     Args:
-        training: Whether to vary images; evaluation only resizes.
+        training: Whether to augment; evaluation only resizes.
         size: Side, or height and width, to resize to; None leaves that to the detector.
-        crops: SSD's zooming out and crops around objects; Mask R-CNN trains without.
+        crops: SSD's zooming out and crops around objects; Mask R-CNN does not use them.
         photometric: Random brightness, contrast, saturation and hue.
         hflip: Probability of a horizontal flip.
     """
@@ -357,13 +357,13 @@ def detection_transforms(
 
 
 def _per_object(inputs: Any) -> Sequence[Tensor]:
-    """Return what has a row per object besides boxes and masks, to be dropped with them."""
+    """Return what is to be dropped together with boxes and masks: one row per object."""
     target = inputs[-1]
     return tuple(target[name] for name in ("labels", "area", "iscrowd"))
 
 
 class _MeasureArea(nn.Module):
-    """Bring areas up to date with the transformed boxes or masks."""
+    """Measure the areas of the transformed masks or boxes."""
 
     def forward(self, image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if "masks" in target:
@@ -399,14 +399,14 @@ def _coco_entry(item: CocoAnnotation) -> dict[str, Any]:
 _MOST_ID = 2**63
 _MOST_SIDE = 2**31
 _MOST_OUTLINE = 2**22
-"""The most pixels along a polygon, and the largest coordinate. pycocotools takes any, and memory
-for every pixel of the outline."""
+"""The limit of a polygon's outline in pixels, and of its coordinates. pycocotools has none, and
+takes memory for every pixel of the outline."""
 
 _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
 
 
 class _Entry:
-    """One entry of a section, for messages that say where the fault is."""
+    """One entry of a section; its errors say where the fault is."""
 
     def __init__(self, where: str, kind: str, number: int, fields: Any) -> None:
         self.name = f"{where}: {kind} number {number}"
@@ -544,9 +544,9 @@ def _check_counts(entry: _Entry, counts: Any, image: CocoImage) -> None:
 def _parse_counts(text: str) -> list[int]:
     """Return the run lengths of COCO's compressed form; raise `ValueError` if it is damaged.
 
-    pycocotools trusts its input: it reads on behind a text that ends in the middle of a number.
-    Five bits a character, low ones first, the sixth saying that more follow; from the fourth
-    number on, differences to the last but one.
+    pycocotools does not check: it reads past the end of a text that ends within a number. Each
+    character holds five bits of a number, the lowest first; a sixth bit says that more follow. From
+    the fourth number on, what is stored is the difference from the number before the last.
     """
     counts: list[int] = []
     value = shift = 0

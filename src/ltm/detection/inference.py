@@ -1,4 +1,4 @@
-"""Use a saved detector: its average precision on annotated images, and what it finds on others."""
+"""Use a saved detector: measure its average precision, and find objects on images."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ _COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class DetectorEvaluation:
-    """How good a detector is, and what it costs."""
+    """How good a detector is, and what it costs. Print it."""
 
     scores: DetectionScores
     cost: DetectorCost
     results: list[Result]
     pictures: tuple[tuple[str, Tensor], ...]
-    """Some of the images, by name, with what was found drawn on them."""
+    """Some of the images, by name, with the objects drawn on them."""
 
     def __repr__(self) -> str:
         found = (("boxes", self.scores.box), ("masks", self.scores.mask))
@@ -79,13 +79,13 @@ class DetectorEvaluation:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Predictions:
-    """What a detector found on images; image ids count from 1 in their order."""
+    """What a detector found on images. Image ids are their places, from 1."""
 
     results: list[Result]
     pictures: tuple[tuple[str, Tensor], ...]
-    """The images, by name, with what was found drawn on them."""
+    """The images, by name, with the objects drawn on them."""
     num_objects: int
-    """Found with at least the threshold's score."""
+    """How many objects have at least the threshold's score."""
 
     def __repr__(self) -> str:
         return f"{self.num_objects} objects on {len(self.pictures)} images"
@@ -114,7 +114,7 @@ def evaluate_detector(
     Args:
         run: the folder of a training run, or its `model/`.
         data: a folder or .zip of images with annotations in COCO's format, or shapes (generated).
-        settings: which images, and how they are shown to it.
+        settings: which images, and how to batch them.
         task: refuse a detector of another task.
         changes: changes of the settings, such as `split="test"`.
     """
@@ -131,8 +131,8 @@ def evaluate_detector(
     )
     if dataset.category_ids != loaded.category_ids:
         raise ValueError(
-            f"data {data} has {len(dataset.category_ids)} categories that are not the "
-            f"{len(loaded.category_ids)} which {run} was trained on"
+            f"data {data}: its {len(dataset.category_ids)} categories are not the "
+            f"{len(loaded.category_ids)} that {run} was trained on"
         )
     batches = build_loader(
         dataset,
@@ -169,7 +169,7 @@ def predict_objects(
     Args:
         run: the folder of a training run, or its `model/`.
         images: image files, folders of them, or shapes (generated ones).
-        settings: what is drawn, and where it runs.
+        settings: what to draw, and where the detector runs.
         task: refuse a detector of another task.
         changes: changes of the settings, such as `threshold=0.5`.
     """
@@ -206,7 +206,7 @@ def _read(images: Sequence[str | Path]) -> list[tuple[str, Tensor]]:
 def _find(
     loaded: LoadedDetector, named: Sequence[tuple[str, Tensor]], threshold: float
 ) -> Predictions:
-    """What is found on images, drawn on them where its score reaches the threshold."""
+    """Find objects on images, and draw those with at least the threshold's score."""
     device = next(loaded.model.parameters()).device
     results: list[Result] = []
     pictures: list[tuple[str, Tensor]] = []
@@ -226,10 +226,10 @@ def draw_detections(
     *,
     threshold: float = 0.3,
 ) -> Tensor:
-    """The image (3 h w, 8 bit) with boxes, names, scores and masks of what was found.
+    """The image (3 h w, 8 bit) with the boxes, names, scores and masks of objects.
 
-    Predictions without scores (the truth) are drawn as they are. Small images are enlarged, so
-    that the names can be read.
+    Objects without scores (the truth) are all drawn. Small images are enlarged, so that names can
+    be read.
     """
     pixels = image.detach().cpu().as_subclass(Tensor)
     if pixels.is_floating_point():

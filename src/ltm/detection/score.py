@@ -1,4 +1,4 @@
-"""What a detector is worth: average precision as COCO measures it, and what an image costs."""
+"""How good a detector is, by COCO's average precision, and what it costs for an image."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ltm.files import write_text
 from ltm.processes import gather_objects
 
 Result = dict[str, Any]
-"""One detection as COCO writes it: image_id, category_id, score, bbox, and maybe segmentation."""
+"""A detection in COCO's format: image_id, category_id, score, bbox, and maybe segmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CocoScores:
-    """COCO's averages, from 0 to 1; -1 where there is nothing to find, as COCO has it."""
+    """COCO's averages, from 0 to 1. As in COCO, -1 means that there is no object to find."""
 
     ap: float
     """Mean over the classes and over IoU thresholds from 0.50 to 0.95."""
@@ -59,11 +59,11 @@ def coco_scores(
     Args:
         annotations: The truth in COCO's format, as `coco_dict()` of a data set gives it.
         results: The detections, as `coco_results` gives them.
-        kind: Whether boxes or masks are compared.
+        kind: Whether to compare boxes or masks.
     """
     coco = require_evaluator()
     _check_results(annotations, results, kind)
-    # By masks, COCO takes a detection's area from its mask, unless a box is there as well.
+    # Without a box, COCO takes a detection's area from its mask.
     left_out = {"bbox"} if kind == "segm" else {"segmentation"}
     entries = [{k: v for k, v in item.items() if k not in left_out} for item in results]
     truth = coco.COCO(json.loads(json.dumps(annotations)))
@@ -97,7 +97,7 @@ def detect(
 ) -> list[Result]:
     """Show a detector batches of `(images, targets)`, and return what it finds.
 
-    In several processes each goes through its own batches, and all get everybody's results.
+    Of several processes, each has batches of its own, and all get the results of all.
     """
     device = next(model.parameters()).device
     results: dict[int, list[Result]] = {}
@@ -105,7 +105,7 @@ def detect(
         for images, targets in progress(batches):
             found = model([image.to(device) for image in images])
             for target, prediction in zip(targets, found, strict=True):
-                # Where an image cannot be read, another one takes its place and comes twice.
+                # An image that takes the place of an unreadable one comes twice.
                 image_id = int(target["image_id"])
                 results[image_id] = coco_results(image_id, prediction, category_ids)
     # An image that several processes saw counts once.
@@ -118,7 +118,7 @@ def detect(
 def coco_results(
     image_id: int, prediction: Mapping[str, Tensor], category_ids: Sequence[int]
 ) -> list[Result]:
-    """One image's detections as COCO writes them; label 1 is the first category."""
+    """The detections of an image in COCO's format; label 1 is the first category."""
     boxes = prediction["boxes"].detach().float().cpu()
     boxes = torch.cat((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), dim=1)
     masks = prediction.get("masks")
@@ -146,7 +146,7 @@ def write_results(path: str | Path, results: Sequence[Result]) -> Path:
 
 
 def require_evaluator() -> Any:
-    """COCO's evaluator; call it early where scores are computed at the end."""
+    """COCO's evaluator; call it early, so that a long run does not fail at its end."""
     return require("faster_coco_eval", extra="detection")
 
 
@@ -173,7 +173,7 @@ _DETECTIONS = 100
 
 @dataclass(frozen=True)
 class DetectorCost:
-    """What a detector costs for one image. Pooling of regions, sorting and suppression are free."""
+    """What a detector costs for one image, without pooling of regions, sorting and suppression."""
 
     num_parameters: int
     macs: int

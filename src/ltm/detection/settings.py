@@ -1,4 +1,4 @@
-"""Settings of detectors: their training, in the groups of `ltm.training`, and their use.
+"""Settings of detectors: to train them, in the groups of `ltm.training`, and to use them.
 
 Importing this module imports neither torch nor timm.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ltm.core.validation import require_least
+from ltm.core.validation import require, require_least
 from ltm.models import changed, did_you_mean
 from ltm.training.settings import (
     MergingSettings,
@@ -28,21 +28,22 @@ class DetectorSettings:
     """The detector to train."""
 
     task: Task = field(default="ssdlite", metadata={"option": None})
-    """What is found: boxes (SSDLite), or boxes and masks (Mask R-CNN)."""
+    """What to find: boxes (SSDLite), or boxes and masks (Mask R-CNN)."""
     backbone: str = "mobilevit_s"
     """Name of a timm network, or folder of a converted one that ltm wrote."""
     pretrained: bool = False
     """Start from timm's published weights (needs a network)."""
     weights: str | None = None
-    """Start from a local file in timm's keys."""
+    """Start from a file of weights with timm's keys."""
     image_size: tuple[int, int] = (320, 320)
-    """SSDLite: height and width. Mask R-CNN: shorter side, and what the longer may not exceed."""
+    """SSDLite: height and width. Mask R-CNN: shorter side, and limit of the longer side."""
     restore: bool = True
-    """Resample maps that merging has shrunk to their nominal size; SSDLite works without, too."""
+    """Resample feature maps that merging has shrunk to their nominal size. SSDLite works without
+    this, too."""
     width: int = 256
     """Mask R-CNN: channels of the feature pyramid network and of the heads."""
     regions_per_image: int = 512
-    """Mask R-CNN: regions of an image on which the heads are trained."""
+    """Mask R-CNN: regions per image on which the heads are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +55,19 @@ class DetectionData:
     train_split: str = "train"
     """Split to train on."""
     val_split: str = "val"
-    """Split to evaluate on; data that are not split are evaluated on the training images."""
+    """Split to evaluate on. Data without splits are evaluated on the training images."""
     annotations: str | None = None
-    """Annotation file to train with, where it has no usual name."""
+    """Annotation file of the training images, if it has no usual name."""
     val_annotations: str | None = None
-    """Annotation file to evaluate with."""
+    """Annotation file of the images to evaluate on, if it has no usual name."""
     batch_size: int = 32
     """Images per batch and process."""
     eval_batch_size: int = 1
-    """Images per batch in evaluation; alone, an image is never padded to the size of another."""
+    """Images per batch in evaluation. With 1, no image is padded to the size of another."""
     workers: int = 2
     """Loader processes per training process; 0 loads in the process itself."""
     crops: bool = True
-    """SSD's zooming out and crops around objects."""
+    """Augment as SSD does, by zooming out and by crops around objects."""
     photometric: bool = True
     """Random brightness, contrast, saturation and hue."""
     hflip: float = 0.5
@@ -83,7 +84,7 @@ class DetectionSettings:
     optim: OptimSettings = field(default_factory=OptimSettings)
     run: RunSettings = field(default_factory=RunSettings)
     eval_every: int = 1
-    """Epochs between evaluations; the last epoch is always followed by one."""
+    """Epochs between evaluations; the last epoch is always evaluated."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, before anything is opened."""
@@ -97,8 +98,8 @@ class DetectionSettings:
             ("image_size", min(self.detector.image_size), 32),
         ):
             require_least(name, value, least)
-        if not 0.0 <= self.data.hflip <= 1.0:
-            raise ValueError(f"hflip is {self.data.hflip}, but must be at least 0 and at most 1")
+        hflip = self.data.hflip
+        require(0 <= hflip <= 1, "hflip", hflip, "at least 0 and at most 1")
         if self.run.strategy == "fsdp":
             raise ValueError("strategy is fsdp, but detectors train with auto or ddp")
         if self.detector.task == "mask_rcnn" and not self.detector.restore:
@@ -107,41 +108,42 @@ class DetectionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictDetectorSettings:
-    """What is drawn of a detector's findings, and where it runs."""
+    """What to draw, and where the detector runs."""
 
     threshold: float = 0.3
-    """Least score of what is drawn."""
+    """Draw objects with at least this score."""
     device: str = "auto"
     """Where the detector runs: auto, cpu, cuda, cuda:N or mps."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold is {self.threshold:g}: scores are from 0 to 1")
+        threshold = self.threshold
+        require(0 <= threshold <= 1, "threshold", threshold, "at least 0 and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateDetectorSettings(PredictDetectorSettings):
-    """Which images a detector is evaluated on, and how."""
+    """Which images to evaluate a detector on, and how."""
 
     split: str = "val"
     """Split to evaluate on."""
     annotations: str | None = None
-    """Annotation file, where it has no usual name."""
+    """Annotation file, if it has no usual name."""
     batch_size: int = 1
     """Images per batch."""
     workers: int = 2
     """Loader processes; 0 loads in the process itself."""
     pictures: int = 4
-    """How many images to draw what was found on."""
+    """How many images to draw, with the objects that were found."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least("batch_size", self.batch_size)
         require_least("workers", self.workers, 0)
+        require_least("pictures", self.pictures, 0)
 
 
 def find_detection_recipe(name: str, task: Task | None = None) -> DetectionSettings:
-    """A recipe by name, of one task if that is given; a ValueError names those that there are."""
+    """A recipe by name, for a task if one is given; a ValueError suggests other names."""
     known = {key: value for key, value in RECIPES.items() if task in (None, value.detector.task)}
     if name not in known:
         raise ValueError(f"recipe is {name}; {did_you_mean(name, known)}")

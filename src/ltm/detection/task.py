@@ -45,14 +45,14 @@ _Dataset = CocoDetection | ShapesDetection
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DetectionSplits:
-    """The images to train on and those to evaluate on, of the same categories."""
+    """Images to train on and images to evaluate on, with the same categories."""
 
     train: _Dataset
     val: _Dataset
 
 
-class Findings(NamedTuple):
-    """What a detector found, and how good that is."""
+class _Evaluation(NamedTuple):
+    """What a detector found on the images to evaluate, and its scores."""
 
     results: list[Result]
     scores: DetectionScores
@@ -60,7 +60,7 @@ class Findings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionRow(EpochRow):
-    """One epoch of a detector; scores are None where the epoch was not evaluated."""
+    """One epoch of a detector; scores are None if the epoch was not evaluated."""
 
     losses: str
     """The parts of the loss, by name."""
@@ -85,7 +85,7 @@ class DetectionRow(EpochRow):
 
     @property
     def score(self) -> float | None:
-        """Masks decide where there are any, boxes otherwise."""
+        """The AP of masks, or that of boxes if there are no masks."""
         return self.box_ap if self.mask_ap is None else self.mask_ap
 
     def numbers(self) -> list[str]:
@@ -111,17 +111,18 @@ def train_detector(
 ) -> TrainResult:
     """Train a detector on a token-merging backbone.
 
-    `run_task` says what is left in `output`; besides, the folder gets `results.json` (COCO's result
-    format), and `load_detector` reads `model/`.
+    `run_task` says what `output` will hold. It also gets `results.json`, in COCO's result format.
+    `load_detector` reads its `model/`.
 
     Args:
         settings: all settings, or the name of a recipe, such as ssdlite or mask_rcnn.
-        data: where annotated images are, or splits of one's own; by default what the settings say.
-        output: folder of the run; without one, nothing is kept but the result.
+        data: where annotated images are, or your own `DetectionSplits`; by default as the settings
+            say.
+        output: folder of the run; without one, nothing is written.
         resume: "auto" continues from the last complete checkpoint in `output`, if there is one.
         overwrite: start over in a folder that holds a run.
         say: called with each line of progress.
-        changes: changes of the settings by the names of the options, such as `epochs=5`.
+        changes: changes of the settings, such as `epochs=5`.
     """
     if isinstance(settings, str):
         settings = find_detection_recipe(settings)
@@ -133,7 +134,7 @@ def train_detector(
 
 
 class Detection(Task):
-    """Images with boxes, perhaps masks; a detector's own losses; COCO's average precision."""
+    """Images with boxes and maybe masks, a detector's own losses, COCO's average precision."""
 
     settings: DetectionSettings
     row_type = DetectionRow
@@ -147,7 +148,7 @@ class Detection(Task):
 
     @property
     def masks(self) -> bool:
-        """Whether masks are learned."""
+        """Whether the detector finds masks, too."""
         return self.settings.detector.task == "mask_rcnn"
 
     def check(self) -> None:
@@ -184,16 +185,16 @@ class Detection(Task):
         every, epochs = self.settings.eval_every, self.settings.optim.epochs
         return (epoch + 1) % every == 0 or epoch + 1 == epochs
 
-    def evaluate(self, model: nn.Module) -> Findings:
+    def evaluate(self, model: nn.Module) -> _Evaluation:
         val = self.splits.val
         if self._truth is None:
             self._truth = val.coco_dict()
         batches = self._loader(val, training=False)
         results = detect(model, batches, val.category_ids, progress=stepwise)
-        return Findings(results, evaluate_detections(self._truth, results, masks=self.masks))
+        return _Evaluation(results, evaluate_detections(self._truth, results, masks=self.masks))
 
     def row(
-        self, common: dict[str, Any], means: Means, model: nn.Module, found: Findings | None
+        self, common: dict[str, Any], means: Means, model: nn.Module, found: _Evaluation | None
     ) -> DetectionRow:
         losses = {name: cast("float", means.mean(name)) for name in means.names()}
         return DetectionRow(
@@ -242,7 +243,7 @@ class Detection(Task):
 
 
 def detector_config(settings: DetectionSettings, num_classes: int) -> DetectorConfig:
-    """The detector that settings describe; a network from a folder merges as it does."""
+    """The detector that settings describe; a network from a folder keeps its own merging."""
     chosen = settings.detector
     kind, saved = DETECTORS[chosen.task], Path(chosen.backbone).is_dir()
     names = [field.name for field in fields(kind) if hasattr(chosen, field.name)]
@@ -282,7 +283,7 @@ def open_splits(settings: DetectionSettings) -> DetectionSplits:
 
 
 def _columns(scores: DetectionScores) -> dict[str, Any]:
-    """An evaluation as columns of a row."""
+    """The columns of a row that hold scores."""
     return {
         f"{kind}_{name}": getattr(score, name)
         for kind, score in (("box", scores.box), ("mask", scores.mask))

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside, synced, then renamed.
+"""Checkpoints, which are complete or absent: written aside, synced, then renamed.
 
 A checkpoint is a folder `epoch-0007`: weights in safetensors, the rest of the state in a file that
 holds tensors and plain values only, and `manifest.json` with sizes and checksums, written last.
@@ -14,7 +14,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
 from io import BytesIO
@@ -37,7 +37,7 @@ _PREFIX, _UNFINISHED = "epoch-", ".unfinished-"
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint was incomplete; an earlier one took its place."""
+    """A checkpoint was damaged, so another one was read."""
 
 
 class OutOfSpaceError(ValueError):
@@ -52,12 +52,12 @@ class Checkpoint:
     epoch: int
     """Epochs that were finished."""
     score: float | None
-    """What the best checkpoint is chosen by; None where it takes no part."""
+    """What the best checkpoint is chosen by; None if it cannot be the best."""
     history: list[dict[str, Any]]
     """The log of all epochs so far."""
 
     def weights(self, name: str = "weights") -> dict[str, Tensor]:
-        """Tensors by name; "ema" where averaged weights were kept."""
+        """Tensors by name; those called "ema" are averaged weights."""
         return load_tensors((self.folder / f"{name}.safetensors").read_bytes())
 
     def has(self, name: str) -> bool:
@@ -74,25 +74,25 @@ class Checkpoint:
                 return torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception:  # noqa: BLE001, S110 - torch's own words are a page: load it unsafely
+        except Exception:  # noqa: BLE001, S110 - torch's message advises to load it unsafely
             pass
         raise ValueError(
-            f"{path} is not read: it holds more than tensors and plain values, or is damaged; "
-            "delete its folder to go on from the checkpoint before"
+            f"{path} cannot be read: it is damaged, or holds more than tensors and plain values; "
+            "delete its folder to continue from the checkpoint before"
         )
 
 
 class Checkpoints:
-    """The checkpoints of a run: the last, the one before, the best, and each n-th if asked for."""
+    """The checkpoints of a run: the last two, the best one, and each n-th if asked for."""
 
     def __init__(
         self, folder: str | Path, *, keep_every: int = 0, row_type: type[Any] | None = None
     ) -> None:
-        """Look at a folder of checkpoints.
+        """Read from a folder, and write to it.
 
         Args:
             folder: where they are.
-            keep_every: keep each n-th.
+            keep_every: also keep each n-th; 0 for none.
             row_type: the dataclass of the log's rows; a checkpoint with other rows is damaged.
         """
         self.folder = Path(folder)
@@ -109,7 +109,7 @@ class Checkpoints:
         history: list[dict[str, Any]],
         settings: str | None = None,
     ) -> Path:
-        """Write a checkpoint, and drop those that are no longer wanted.
+        """Write a checkpoint, and delete those that are no longer needed.
 
         `settings` is a copy of the run's `config.yaml`.
         """
@@ -138,20 +138,22 @@ class Checkpoints:
         return target
 
     def latest(self) -> Checkpoint | None:
-        """The last complete checkpoint; damaged ones are skipped with a warning."""
-        for folder in reversed(self._folders()):
+        """The last checkpoint; damaged ones are skipped with a warning."""
+        return self._first_whole(reversed(self._folders()))
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint of the highest score; damaged ones are skipped with a warning."""
+        return self._first_whole(checkpoint.folder for checkpoint in _by_score(self._complete()))
+
+    def _first_whole(self, folders: Iterable[Path]) -> Checkpoint | None:
+        for folder in folders:
             try:
                 return _read(folder, self.row_type)
             except ValueError as error:
                 warnings.warn(
-                    f"skipped checkpoint {folder}: {error}", DamagedCheckpointWarning, stacklevel=2
+                    f"skipped checkpoint {folder}: {error}", DamagedCheckpointWarning, stacklevel=3
                 )
         return None
-
-    def best(self) -> Checkpoint | None:
-        """The complete checkpoint of the highest score, the latest of equals."""
-        scored = [c for c in self._complete() if c.score is not None]
-        return max(scored, key=lambda c: (c.score, c.epoch)) if scored else None
 
     def __len__(self) -> int:
         return len(self._folders())
@@ -166,6 +168,7 @@ class Checkpoints:
         return sorted(found, key=lambda folder: (len(folder.name), folder.name))
 
     def _complete(self) -> list[Checkpoint]:
+        """The checkpoints that have all their files, whose content is not checked."""
         found: list[Checkpoint] = []
         for folder in self._folders():
             with suppress(ValueError):
@@ -174,8 +177,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         found = self._complete()
-        best = self.best()
-        kept = {c.folder for c in found[-2:]} | ({best.folder} if best is not None else set())
+        kept = {c.folder for c in [*found[-2:], *_by_score(found)[:1]]}
         if self.keep_every:
             kept |= {c.folder for c in found if c.epoch % self.keep_every == 0}
         for checkpoint in found:
@@ -184,7 +186,7 @@ class Checkpoints:
 
     @contextmanager
     def space_for(self, what: str) -> Iterator[None]:
-        """Say in one sentence that the disk is full, and which checkpoint is the last good one."""
+        """If the disk is full, say so in one sentence, with the last good checkpoint."""
         try:
             yield
         except OSError as error:
@@ -200,13 +202,10 @@ class Checkpoints:
             ) from error
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if nothing is."""
-    try:
-        _read(folder, None)
-    except ValueError as error:
-        return str(error)
-    return None
+def _by_score(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Those that have a score, the highest first; of equal ones the latest."""
+    scored = [c for c in checkpoints if c.score is not None]
+    return sorted(scored, key=lambda c: (c.score, c.epoch), reverse=True)
 
 
 _ENTRIES: dict[str, Any] = {
@@ -219,7 +218,7 @@ _ENTRIES: dict[str, Any] = {
 
 
 def _read(folder: Path, row_type: type[Any] | None, *, checksums: bool = True) -> Checkpoint:
-    """Read what a checkpoint says of itself; a ValueError tells what is wrong with it."""
+    """Read the manifest of a checkpoint and check its files; a ValueError says what is wrong."""
     if not (folder / _MANIFEST).is_file():
         raise ValueError("it was not finished")
     try:
@@ -237,7 +236,7 @@ def _read(folder: Path, row_type: type[Any] | None, *, checksums: bool = True) -
 
 
 def _check_content(content: dict[str, Any], folder: str, row_type: type[Any] | None) -> None:
-    check_entries(_finite(content), _ENTRIES, required=_ENTRIES.keys() - {"crc32"})
+    check_entries(_with_finite(content), _ENTRIES, required=_ENTRIES.keys() - {"crc32"})
     epoch, history = content["epoch"], content["history"]
     if content.get("crc32") not in (None, _content_crc(content)):
         raise ValueError("it was changed")
@@ -252,11 +251,11 @@ def _check_content(content: dict[str, Any], folder: str, row_type: type[Any] | N
         required = [column.name for column in columns if column.default is MISSING]
         types = {column.name: hints[column.name] for column in columns}
         for row in history:
-            check_entries(_finite(row), types, "history.", required=required)
+            check_entries(_with_finite(row), types, "history.", required=required)
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with finite numbers: of a log, or of a score, others are right too."""
+def _with_finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with zeros for floats: a logged number or a score need not be finite."""
     return {name: 0.0 if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -266,7 +265,7 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, int]], *, checks
     for name, expected in files.items():
         path = folder / name
         if not _FILE.fullmatch(name):
-            raise ValueError(f"{_MANIFEST} is unreadable ({name!r:.80} is no file of it)")
+            raise ValueError(f"{_MANIFEST} is unreadable ({name!r:.80} cannot be a file's name)")
         size = path.stat().st_size if path.is_file() else 0
         if size != expected.get("bytes"):
             raise ValueError(f"{name} has {size} bytes instead of {expected.get('bytes')}")

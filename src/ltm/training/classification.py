@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from ltm.api import (
     measure_share,
     observe_,
     report,
-    save,
+    statistical_mergers,
     watching,
 )
 from ltm.core.bottleneck import BETA, InformationBottleneck, image_features, information_bottleneck
@@ -36,7 +35,7 @@ from ltm.data.transforms import BatchMixup
 from ltm.evaluation.bottleneck import pooled_feature
 from ltm.interruption import stepwise
 from ltm.methods.base import Site
-from ltm.models import Say
+from ltm.models import Say, name_of
 from ltm.processes import gather_objects, sum_over_processes
 from ltm.training.fabric import Fabric, in_step
 from ltm.training.network import (
@@ -46,7 +45,7 @@ from ltm.training.network import (
     count_classes,
     count_parameters,
     method_config,
-    save_plain,
+    save_model,
     spec_of,
 )
 from ltm.training.non_finite import NonFiniteLossError, find_non_finite
@@ -54,17 +53,16 @@ from ltm.training.objective import (
     Objective,
     forget_sums_,
     refresh_statistics_,
-    statistical_mergers,
     take_statistics_,
 )
-from ltm.training.settings import TrainSettings
+from ltm.training.settings import TrainSettings, with_options
 from ltm.training.task import BatchLoss, EpochRow, Means, Outcome, Panel, Step, Task
 from ltm.training.trainable import choose_trainable_
 
 FITTING_IMAGES = 256
-"""Unlabelled training images, spread over all classes, for methods that are fitted at the end."""
+"""Training images, spread over all classes, for methods that are fitted after training."""
 _BOTTLENECK_IMAGES = 2000
-"""Images on which the bottleneck is measured while training: the first of all."""
+"""The information bottleneck is measured on the first of the held-out images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,9 @@ class Classification(Task):
         model: nn.Module | None = None,
         splits: Splits | None = None,
     ) -> None:
-        """A run's task; a `model` and `splits` of one's own replace those of the settings."""
+        """The task of a run; `model` and `splits` take the place of those that settings name."""
+        if model is not None:
+            settings = with_options(settings, {"name": name_of(model)})
         super().__init__(settings)
         self._given_model, self._given_splits = model, splits
         self._new_head: frozenset[str] = frozenset()
@@ -135,6 +135,11 @@ class Classification(Task):
             self.num_classes = count_classes(self.settings.model, found.class_names)
         else:
             self.num_classes = int(getattr(given, "num_classes", 0) or found.num_classes)
+            if self.num_classes < found.num_classes:
+                raise ValueError(
+                    f"the network has {self.num_classes} classes, but the data have "
+                    f"{found.num_classes}: give it a head for them"
+                )
 
     def build(self, say: Say) -> nn.Module:
         settings = self.settings
@@ -164,20 +169,20 @@ class Classification(Task):
             yield str(report(model))
             if merge.warm_epochs >= epochs.epochs:
                 yield (
-                    f"warm_epochs is {merge.warm_epochs}, so none of {epochs.epochs} epochs merges "
-                    "and scores are those of the network without merging"
+                    f"warm_epochs is {merge.warm_epochs}: none of {epochs.epochs} epochs merges "
+                    "tokens, and the scores are those of the network without merging"
                 )
         if self._new_head:
             yield f"the head is new, for {self.num_classes} classes, and trains"
         elif self.num_classes > (found := self.splits.train.num_classes):
             yield (
-                f"the head is kept: folders are numbered, and name {found} of its "
-                f"{self.num_classes} classes; --num-classes {found} makes a new one"
+                f"the head keeps its {self.num_classes} classes, as the {found} folders are "
+                f"numbered; --num-classes {found} makes a new one"
             )
         if self._starts_at_random and trained < total:
             yield (
-                "warning: the network has random weights, of which most do not train; start from "
-                "--pretrained or --weights"
+                "warning: the network has random weights, and most of them do not train; "
+                "give --pretrained or --weights"
             )
 
     @property
@@ -211,7 +216,7 @@ class Classification(Task):
         )
 
     def before_epoch_(self, model: nn.Module) -> bool:
-        """Give sites that have no class statistics theirs, from two passes over clean images."""
+        """Collect class statistics for sites without any, in two passes over clean images."""
         forget_sums_(model)
         if all(merger.active for merger in statistical_mergers(model)):
             return False
@@ -264,26 +269,30 @@ class Classification(Task):
     def row(
         self, common: dict[str, Any], means: Means, model: nn.Module, found: Evaluation
     ) -> ClassificationRow:
-        share, tokens = None, ""
-        if common["merging"]:
-            share, tokens = means.mean("mac_share"), token_counts(model)
-            share = report(model).share if share is None else share
-        loss, top1 = means.mean("loss"), means.total("correct") / means.num_images
-        assert loss is not None
+        top1 = means.total("correct") / means.num_images
         return ClassificationRow(
-            **common,
-            train_loss=loss,
+            **self.with_merging(common, means, model),
             train_top1=None if self.mixup is not None else top1,
             val_loss=found.loss,
             val_top1=found.top1,
             ib_loss=found.ib_loss,
             ib_bound=found.ib_bound,
-            mac_share=share,
-            tokens=tokens,
         )
 
+    def with_merging(
+        self, common: dict[str, Any], means: Means, model: nn.Module
+    ) -> dict[str, Any]:
+        """Columns of any classifier: also the training loss, and what merging keeps."""
+        loss, share, tokens = means.mean("loss"), None, ""
+        assert loss is not None
+        if common["merging"]:
+            done, share = report(model), means.mean("mac_share")
+            share = done.share if share is None else share
+            tokens = " ".join(_tokens_left(site) for site in done.sites if site.merges)
+        return {**common, "train_loss": loss, "mac_share": share, "tokens": tokens}
+
     def keeps_last(self, model: nn.Module) -> bool:
-        """A method that is fitted at the end is fitted to the last network."""
+        """The last network is kept where the method is fitted after training."""
         return is_merging(model) and conversion_of(model).config.needs_images()
 
     def finish_(self, model: nn.Module, kept: EpochRow, rows: Sequence[EpochRow]) -> Outcome:
@@ -304,17 +313,17 @@ class Classification(Task):
         if self.keeps_last(model):
             metrics |= self._meet_budget_(model)
 
-        def write(folder: Path) -> None:
-            keep = save if is_merging(model) else save_plain
-            keep(model, folder / "model", class_names=self.splits.train.class_names)
-
-        return Outcome(metrics=metrics, line=f"top-1 {100 * metrics['top1']:.2f}", write=write)
+        names = self.splits.train.class_names
+        return Outcome(
+            metrics=metrics,
+            line=f"top-1 {100 * metrics['top1']:.2f}",
+            write=lambda folder: save_model(model, folder / "model", class_names=names),
+        )
 
     def _meet_budget_(self, model: nn.Module) -> dict[str, Any]:
         """Fit the method on training images without labels, and evaluate again."""
-        few, held_out = (self._spread_images(part, model) for part in self.splits)
-        fit_(model, few, batch_size=self.settings.data.batch_size)
-        found = self.evaluate(model)
+        self.fit_(model)
+        held_out, found = self._spread_images(self.splits.val, model), self.evaluate(model)
         return {
             "top1": found.top1,
             "loss": found.loss,
@@ -323,8 +332,13 @@ class Classification(Task):
             "mac_share": measure_share(model, held_out),
         }
 
+    def fit_(self, model: nn.Module) -> None:
+        """Fit the method to a few training images, whatever their labels."""
+        images = self._spread_images(self.splits.train, model)
+        fit_(model, images, batch_size=self.settings.data.batch_size)
+
     def _spread_images(self, dataset: ImageDataset, model: nn.Module) -> Tensor:
-        """A few images of all classes, the same in every process, which then decide alike."""
+        """A few images of all classes, the same in every process, so that all decide alike."""
         few, spec = dataset.take(FITTING_IMAGES), spec_of(self.settings, model)
         loader = evaluation_loader(few, spec, self.settings.data, device=self.fabric.device)
         return torch.cat([batch.images for batch in loader])
@@ -338,19 +352,19 @@ class Classification(Task):
         if settings.run.strategy == "fsdp" and len(subset) < fabric.world_size:
             raise ValueError(
                 f"statistics_images: {len(subset)} images are too few for {fabric.world_size} "
-                "processes that share a network; give at least one to each"
+                "processes that share a network; give at least as many"
             )
         loader = evaluation_loader(subset, spec_of(settings, model), settings.data, **place)
         together = settings.data.batch_size * fabric.world_size
         number = -(-wanted // together)
         if settings.run.strategy == "fsdp":
-            # Sharded networks run in step: no process may have a batch more than another.
+            # A sharded network runs in all processes at once: all need equally many batches.
             number = min(number, len(subset) // together)
         return _FirstBatches(loader, number)
 
 
 class _FirstBatches:
-    """The first batches of a loader, anew each time; each process has at least one."""
+    """The first batches of a loader, from the start each time; each process has at least one."""
 
     def __init__(self, loader: Iterable[Batch], num_batches: int) -> None:
         self._loader, self._num_batches = loader, max(1, num_batches)
@@ -359,12 +373,7 @@ class _FirstBatches:
         return iter(islice(self._loader, self._num_batches))
 
 
-def token_counts(model: nn.Module) -> str:
-    """Tokens after each merging site."""
-    return " ".join(_count(site) for site in report(model).sites if site.merges)
-
-
-def _count(site: Site) -> str:
+def _tokens_left(site: Site) -> str:
     return f"{site.grid_out[0]}x{site.grid_out[1]}" if site.grid_out else str(site.num_out)
 
 
@@ -383,7 +392,7 @@ class Evaluation:
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], num_classes: int, fabric: Fabric
 ) -> Evaluation:
-    """Evaluate all processes' images; the network is not wrapped, so that shares may be uneven."""
+    """Evaluate on the images of all processes, which may have different numbers of them."""
     sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)
     watches = is_merging(model)
     features = _Features(num_classes, fabric)
@@ -412,9 +421,9 @@ def evaluate(
 
 
 class _Features:
-    """Merged features and inputs of the first images, whichever process sees them.
+    """Merged features and inputs of the first images, gathered over the processes.
 
-    Processes take turns: of all images, this one has number `rank` and every `world_size`-th after.
+    This process sees image number `rank`, and every `world_size`-th image after it.
     """
 
     def __init__(self, num_classes: int, fabric: Fabric) -> None:
@@ -439,7 +448,7 @@ class _Features:
         if not found:
             return None
         places, *rows = (torch.cat(parts) for parts in zip(*found, strict=True))
-        order = places.argsort()  # sums round alike, whoever saw an image
+        order = places.argsort()  # the same order, and rounding, with any number of processes
         merged, inputs, labels = (part[order].to(self._device) for part in rows)
         if not is_finite(merged):
             return None

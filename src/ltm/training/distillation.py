@@ -1,49 +1,48 @@
 """Distillation: the `Task` of `teacher="self"` and of `ltm compress --tune`.
 
-The network as it was, without merging, teaches the merging one. Labels are not used: what counts is
-the divergence from the teacher's outputs, and images set aside decide what is kept. That may be the
-network as it was before training.
+The teacher is the network before training, without merging. The loss is the divergence from its
+outputs; labels are not used. Images set aside decide what is kept: an epoch of the training, or the
+untrained network where no epoch is better.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ltm.api import fit_, is_merging, report, save
 from ltm.core.cost import evaluating
-from ltm.core.finite import is_finite
 from ltm.core.validation import require_least
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
 from ltm.data.loading import Batch, Loader
+from ltm.evaluation.accuracy import kl_divergence
 from ltm.processes import sum_over_processes
-from ltm.training.classification import Classification, token_counts
+from ltm.training.classification import Classification
 from ltm.training.fabric import Fabric, in_step
-from ltm.training.network import count_classes, save_plain
+from ltm.training.network import classes_of_weights, save_model
 from ltm.training.task import BatchLoss, EpochRow, Means, Outcome, Panel, Step
 from ltm.training.trainable import without_lora
 
-MIN_IMAGES = 40
-"""Fewer cannot both teach and decide."""
+_MIN_IMAGES = 40
+"""Too few images cannot be divided into those to train on and those to decide on."""
 _MOST_HELD_OUT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationRow(EpochRow):
-    """One epoch of a network that learns from its original."""
+    """One epoch of distillation."""
 
     val_divergence: float
     """KL divergence from the original's outputs on the images set aside, in nats."""
     val_agreement: float
-    """The share of those images that get the original's label."""
+    """The share of those images on which both networks predict the same label."""
     mac_share: float | None
     tokens: str
 
@@ -62,8 +61,8 @@ class DistillationRow(EpochRow):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Closeness:
-    """How close a network is to its original on images."""
+class _Closeness:
+    """How close the outputs of a network are to those of its teacher."""
 
     divergence: float
     agreement: float
@@ -71,16 +70,16 @@ class Closeness:
 
 
 class Distillation(Classification):
-    """Unlabelled images, the divergence from the network without merging, and never a worse one."""
+    """Unlabelled images, and the divergence from the network without merging."""
 
     row_type: ClassVar[type[EpochRow]] = DistillationRow
 
     def open_data(self) -> None:
         self.splits = self._given_splits or _open_images(self.settings.data)
-        given = self._given_model
-        # Folders may be named after anything: the head stays.
-        found = count_classes(self.settings.model, ()) if given is None else given.num_classes
-        self.num_classes = int(found)  # pyright: ignore[reportArgumentType]
+        given: Any = self._given_model
+        # The head stays as it is: folders of unlabelled images do not name its classes.
+        found = classes_of_weights(self.settings.model) if given is None else given.num_classes
+        self.num_classes = int(found)
 
     def start(self, fabric: Fabric, model: nn.Module) -> Loader:
         batches = super().start(fabric, model)
@@ -101,7 +100,7 @@ class Distillation(Classification):
 
     @property
     def _uses_statistics(self) -> bool:
-        """Collecting takes longer than it gains, unless the bound or the mask modules need them."""
+        """Class statistics take time; they are for the bound, and for training mask modules."""
         settings = self.settings
         return settings.objective.bound_weight > 0 or settings.tune.trainable == "mergers"
 
@@ -112,7 +111,7 @@ class Distillation(Classification):
         images, labels = batch
         if self.mixup is not None:
             images, _ = self.mixup(images, labels, epoch=step.epoch, step=step.number)
-        with self.fabric.autocast():  # of the teacher too
+        with self.fabric.autocast():  # for the teacher too
             losses = self.objective(forward, images, labels, merging=step.merging)
         logged = {"loss": losses.total}
         if losses.share is not None:
@@ -124,33 +123,22 @@ class Distillation(Classification):
     def progress_text(self, means: Means) -> str:
         return f"divergence {means.mean('loss'):.3f}"
 
-    def evaluate(self, model: nn.Module) -> Closeness:
-        return closeness(model, self._teacher, self.held_out, self.fabric)
+    def evaluate(self, model: nn.Module) -> _Closeness:
+        return _closeness(model, self._teacher, self.held_out, self.fabric)
 
     def row(
-        self, common: dict[str, Any], means: Means, model: nn.Module, found: Closeness
+        self, common: dict[str, Any], means: Means, model: nn.Module, found: _Closeness
     ) -> DistillationRow:
-        share, tokens = None, ""
-        if common["merging"]:
-            share, tokens = means.mean("mac_share"), token_counts(model)
-            share = report(model).share if share is None else share
-        loss = means.mean("loss")
-        assert loss is not None
         return DistillationRow(
-            **common,
-            train_loss=loss,
+            **self.with_merging(common, means, model),
             val_divergence=found.divergence,
             val_agreement=found.agreement,
-            mac_share=share,
-            tokens=tokens,
         )
 
     def finish_(self, model: nn.Module, kept: EpochRow, rows: Sequence[EpochRow]) -> Outcome:
         before = self.untrained
-        fitted = self.keeps_last(model)
-        if fitted:
-            few = self._spread_images(self.splits.train, model)
-            fit_(model, few, batch_size=self.settings.data.batch_size)
+        if self.keeps_last(model):
+            self.fit_(model)
         after = self.evaluate(model)
         improved = after.divergence < before.divergence
         if not improved:
@@ -171,20 +159,18 @@ class Distillation(Classification):
             "seconds": sum(row.train_seconds + row.val_seconds for row in rows),
         }
 
-        def write(folder: Path) -> None:
-            keep = save if is_merging(model) else save_plain
-            keep(model, folder / "model")
-
         change = f"from {before.divergence:.4f} to {after.divergence:.4f}"
         line = f"divergence on {before.num_images} images set aside {change}"
         if not improved:
-            line += "; tuning did not help, and the untrained network is kept"
-        return Outcome(metrics=metrics, line=line, write=write)
+            line += "; training did not help, and the untrained network is kept"
+        return Outcome(
+            metrics=metrics, line=line, write=lambda folder: save_model(model, folder / "model")
+        )
 
 
 def set_aside(images: ImageDataset, seed: int = 0) -> Splits:
-    """Images that teach, and one in five that decides, up to a thousand."""
-    require_least("images to tune on", len(images), MIN_IMAGES)
+    """Images to train on, and one in five, at most a thousand, to decide on."""
+    require_least("images to tune on", len(images), _MIN_IMAGES)
     order = np.random.default_rng(seed).permutation(len(images)).tolist()
     number = min(_MOST_HELD_OUT, len(images) // 5)
     return Splits(
@@ -193,7 +179,7 @@ def set_aside(images: ImageDataset, seed: int = 0) -> Splits:
 
 
 def _open_images(config: DataConfig) -> Splits:
-    """The splits of the data; where they are not split, some images are set aside."""
+    """The splits of the data; of data without splits, some images are set aside."""
     most = config.max_unreadable
     train, val = (
         open_dataset(config.source, split=split, max_unreadable=most, labelled=False)
@@ -203,7 +189,7 @@ def _open_images(config: DataConfig) -> Splits:
 
 
 class _Labelled:
-    """Batches whose labels are what a network says about their images."""
+    """Batches labelled with a network's predictions."""
 
     def __init__(self, batches: Iterable[Batch], teacher: nn.Module) -> None:
         self._batches, self._teacher = batches, teacher
@@ -215,15 +201,15 @@ class _Labelled:
 
 
 def _folded(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a network, adapters folded in: those of the network that will be kept."""
+    """The tensors of a network with its adapters folded in, as it will be kept."""
     return without_lora(model).state_dict()
 
 
 @torch.no_grad()
-def closeness(
+def _closeness(
     model: nn.Module, teacher: nn.Module, batches: Iterable[Batch], fabric: Fabric
-) -> Closeness:
-    """Compare a network with its original on all processes' images."""
+) -> _Closeness:
+    """Compare a network with its teacher on the images of all processes."""
     sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)
     with evaluating(model):
         for (images, _), counts in in_step(batches, fabric):
@@ -231,16 +217,13 @@ def closeness(
                 found, wanted = model(images).float(), teacher(images).float()
             if not counts:
                 continue
-            log_p = wanted.log_softmax(dim=1)
-            divergence = (log_p.exp() * (log_p - found.log_softmax(dim=1))).sum()
+            divergence = kl_divergence(found, wanted).double().sum()
             agrees = (found.argmax(dim=1) == wanted.argmax(dim=1)).sum()
-            number = sums.new_tensor(len(images))
-            sums += torch.stack([divergence.double(), agrees.double(), number])
+            sums += torch.stack([divergence, agrees.double(), sums.new_tensor(len(images))])
     divergence, agrees, count = sum_over_processes(sums).tolist()
-    count = max(count, 1)
-    mean = divergence / count
-    return Closeness(
-        divergence=mean if is_finite(torch.tensor(mean)) else float("inf"),
-        agreement=agrees / count,
+    mean = divergence / max(count, 1)
+    return _Closeness(
+        divergence=mean if math.isfinite(mean) else math.inf,
+        agreement=agrees / max(count, 1),
         num_images=int(count),
     )

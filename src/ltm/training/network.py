@@ -1,4 +1,4 @@
-"""From settings to a network that can train: made, loaded, given the data's classes, converted."""
+"""From settings to a network that can train: made, loaded, converted, with the data's classes."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ltm import models
-from ltm.api import conversion_of, is_merging, load, merge_tokens_, set_ratio_
+from ltm.api import conversion_of, is_merging, load, merge_tokens_, save, set_ratio_
 from ltm.api.folders import CONFIG, WEIGHTS, read_tensors, saved_folder, write_folder
 from ltm.api.saving import names_for, telling_names
 from ltm.core.cost import num_parameters
@@ -42,7 +42,7 @@ def build(settings: TrainSettings, num_classes: int, say: Say = silent) -> Built
 
     The seed must be set before: initial weights are drawn here.
     """
-    check_num_classes(settings.model, settings.data.source, num_classes)
+    _check_num_classes(settings.model, settings.data.source, num_classes)
     method = method_config(settings.merge)
     if settings.model.weights is not None:
         folder = saved_folder(Path(settings.model.weights))
@@ -63,16 +63,16 @@ def build(settings: TrainSettings, num_classes: int, say: Say = silent) -> Built
 def count_classes(settings: ModelSettings, class_names: Sequence[str]) -> int:
     """How many classes a run's network has: those of the data, or those of its weights.
 
-    Folders named by class index (0000, 0001) are some of the weights' classes, as `ltm evaluate`
-    takes them; whoever gives num_classes wants a head for the data alone.
+    Folders named by class index (0000, 0001) may be some of the weights' classes, as for `ltm
+    evaluate`, unless num_classes asks for a head for the data alone.
     """
     found = len(class_names)
     if settings.num_classes is not None or telling_names(class_names) is not None:
         return found
-    return max(found, _classes_of_weights(settings))
+    return max(found, classes_of_weights(settings))
 
 
-def _classes_of_weights(settings: ModelSettings) -> int:
+def classes_of_weights(settings: ModelSettings) -> int:
     """The number of classes that a network starts with; 0 where nothing is loaded."""
     if settings.weights is not None and (path := Path(settings.weights)).is_dir():
         return int((saved_config(saved_folder(path)) or {}).get("num_classes", 0))
@@ -87,18 +87,18 @@ def _classes_of_weights(settings: ModelSettings) -> int:
 
 
 def convert_(model: nn.Module, settings: TrainSettings, method: MethodConfig | None) -> None:
-    """Make the network merge tokens at the size of its images, unless it does already."""
+    """Convert the network for the size of its images, unless it merges tokens already."""
     if method is not None and not is_merging(model):
         merge_tokens_(model, method, image_spec(settings.data, model).size)
 
 
 def spec_of(settings: TrainSettings, model: nn.Module) -> ImageSpec:
-    """What images a network gets: of the size that its tokens were planned for."""
+    """What images a network gets; their size is the one that its merging was planned for."""
     spec = image_spec(settings.data, model)
     return replace(spec, size=conversion_of(model).image_size) if is_merging(model) else spec
 
 
-def check_num_classes(settings: ModelSettings, source: str, num_classes: int) -> None:
+def _check_num_classes(settings: ModelSettings, source: str, num_classes: int) -> None:
     """Refuse a number of classes that is not the data's."""
     if settings.num_classes not in (None, num_classes):
         raise ValueError(
@@ -108,7 +108,7 @@ def check_num_classes(settings: ModelSettings, source: str, num_classes: int) ->
 
 
 def method_config(settings: MergingSettings) -> MethodConfig | None:
-    """The method's own settings; None where nothing is merged."""
+    """The config of the method; None where the network is trained without merging."""
     if settings.method == "none":
         return None
     return models.method_config(
@@ -129,20 +129,21 @@ def make_timm_model(settings: TrainSettings, num_classes: int) -> nn.Module:
         arguments["drop_path_rate"] = settings.model.drop_path
     if settings.data.image_size is not None and "img_size" not in arguments:
         sized = {**arguments, "img_size": settings.data.image_size}
-        with suppress(ArgumentsError):  # Convolutional hosts take any size without being told.
+        with suppress(ArgumentsError):  # convolutional networks have no img_size and take any
             return create_model(name, sized, pretrained=download)
     return create_model(name, arguments, pretrained=download)
 
 
 def load_weights_(model: nn.Module, path: str | Path, say: Say = silent) -> list[str]:
-    """Load weights in timm's keys; a head for other classes starts anew. Returns what was left out.
+    """Load weights in timm's keys; returns the names of those left out.
 
-    Mask modules and class statistics that the file lacks stay as they are.
+    A head for another number of classes is left out. Mask modules and class statistics that the
+    file lacks stay as they are.
     """
     path = Path(path)
     if path.is_dir():
         path = saved_folder(path)
-        read_tensors(path, saved_config(path) or {})  # refuses what is not as it was saved
+        read_tensors(path, saved_config(path) or {})  # refuses files that changed after saving
         path /= WEIGHTS
     weights = read_weights(path, say)
     return models.load_weights_(
@@ -157,7 +158,7 @@ def _continue_from(
     method: MethodConfig | None,
     num_classes: int,
 ) -> Built:
-    """Load a token-merging model, its ratio and classes changed where they differ."""
+    """Load a token-merging model, and change its ratio and its head if others are asked for."""
     model = load(folder, host)
     done = conversion_of(model)
     if method is None or done.config.name != method.name:
@@ -190,7 +191,7 @@ def _continue_from(
 
 
 def _host_of(folder: Path, config: dict[str, Any], settings: TrainSettings) -> nn.Module | None:
-    """The untouched network of a saved one; None where it was made without arguments."""
+    """The network that a saved one was converted from; None if no arguments are needed for it."""
     name, known = settings.model.name.partition(".")[0], config["architecture"]
     if known != name:
         raise ValueError(f"{folder} holds a {known}, but model is {name}; use model={known}")
@@ -208,13 +209,15 @@ def saved_architecture(folder: Path) -> str:
     return config["architecture"]
 
 
-def save_plain(model: nn.Module, folder: Path, *, class_names: Sequence[str] | None = None) -> None:
-    """Write an unconverted model the way timm does, so that it can be loaded as `weights`."""
+def save_model(model: nn.Module, folder: Path, *, class_names: Sequence[str] | None = None) -> None:
+    """Write a trained network; one without merging as timm does, to be loaded as `weights`."""
+    if is_merging(model):
+        save(model, folder, class_names=class_names)
+        return
     require_finite(model.state_dict(), "model: ")
     names = names_for(model, class_names)
-    known = getattr(model, "pretrained_cfg", None) or {}
-    config = {
-        "architecture": known.get("architecture", type(model).__name__),
+    config: dict[str, Any] = {
+        "architecture": models.name_of(model),
         "num_classes": int(getattr(model, "num_classes", 0)),
     }
     if names is not None:

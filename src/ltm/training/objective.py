@@ -1,8 +1,8 @@
-"""What is minimised: cross-entropy and what the settings add to it, and its class statistics.
+"""The loss: cross-entropy, what the settings add to it, and the class statistics that it needs.
 
-Each site adds up what it sees in an epoch; taking the sums adds up all processes too. The first
-merging epoch needs centroids and Q of the epoch before, which saw none: `collect_statistics_` makes
-them in two passes over clean images.
+Each site sums up statistics over an epoch; `take_statistics_` sums them over the processes too. The
+first merging epoch needs centroids and Q of an epoch before it: `collect_statistics_` makes them in
+two passes over clean images.
 
 Letters: b images, a classes.
 """
@@ -50,11 +50,11 @@ class Losses:
     share: Tensor | None = None
     """The share of MACs in this batch, of methods whose counts differ from image to image."""
     records: Sequence[Record] = ()
-    """What the sites did, where somebody asked."""
+    """What the sites did, if they were watched."""
 
 
-class Lesson(NamedTuple):
-    """What a teacher says about a batch."""
+class _Lesson(NamedTuple):
+    """A teacher's outputs for a batch."""
 
     logits: Tensor
     features: list[Tensor]
@@ -90,7 +90,7 @@ class Objective:
         watch = merging and (watch or self.settings.bound_weight > 0)
         lesson = self._lesson(images)
         if lesson is not None:
-            targets = lesson.logits.softmax(dim=1)  # what it says takes the place of labels
+            targets = lesson.logits.softmax(dim=1)  # in place of labels
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
         with ExitStack() as stack:
             records: list[Record] = []
@@ -114,15 +114,15 @@ class Objective:
             total=total, cross_entropy=entropy, logits=logits, share=share, records=records
         )
 
-    def _lesson(self, images: Tensor) -> Lesson | None:
-        """What the teacher says about a batch, if there is one."""
+    def _lesson(self, images: Tensor) -> _Lesson | None:
+        """The teacher's outputs for a batch, if there is a teacher."""
         if self.teacher is None:
             return None
         with torch.no_grad(), self._features(self.teacher) as features:
-            return Lesson(self.teacher(images).float(), features)
+            return _Lesson(self.teacher(images).float(), features)
 
-    def _learned(self, logits: Tensor, features: list[Tensor], lesson: Lesson) -> Tensor:
-        """How far a network is from its teacher."""
+    def _learned(self, logits: Tensor, features: list[Tensor], lesson: _Lesson) -> Tensor:
+        """The divergence from the teacher, and the weighted distance of the class tokens."""
         divergence = self._divergence(logits, lesson.logits)
         if not features:
             return divergence
@@ -142,15 +142,15 @@ class Objective:
         return config.extra_loss(found, self._share)
 
     def _share(self, tokens: Tensor) -> Tensor:
-        return self._mac_share(tokens)  # fitted once, and only if the method asks
+        return self._mac_share(tokens)  # the fit runs once, and only if the method needs it
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        # Distributions over classes have been smoothed where they were mixed.
+        # Mixed targets are distributions, which `BatchMixup` has smoothed already.
         smoothing = self.smoothing if targets.ndim == 1 else 0.0
         return F.cross_entropy(logits, targets, label_smoothing=smoothing)
 
     def _distillation(self, logits: Tensor, images: Tensor) -> Tensor:
-        """KL divergence from the same network, as it stands, without merging."""
+        """KL divergence from the same network, with the same weights, without merging."""
         with torch.no_grad(), evaluating(self.model), merging_off(self.model):
             teacher = self.model(images).float()
         return self._divergence(logits, teacher)
@@ -185,7 +185,7 @@ def class_tokens(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def mean_bound(records: Sequence[Record], targets: Tensor) -> Tensor:
-    """The bound IBB up to the inputs' share, `-mean_i sum_a phi(X~_i, a) log Q(a | y_i)`.
+    """The bound IBB without its term of the inputs, `-mean_i sum_a phi(X~_i, a) log Q(a | y_i)`.
 
     Averaged over the sites that have class statistics; zero where none has.
     """
@@ -208,14 +208,14 @@ def take_statistics_(model: nn.Module) -> None:
 
 
 def forget_sums_(model: nn.Module) -> None:
-    """Drop sums that an epoch left unfinished."""
+    """Drop the sums of an unfinished epoch."""
     for merger in statistical_mergers(model):
         merger.forget_sums_()
 
 
 @torch.no_grad()
 def refresh_statistics_(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Q from the last centroids, and new centroids, from one pass over clean images."""
+    """Make Q from the last centroids, and new centroids, in one pass over clean images."""
     forget_sums_(model)
     for images, labels in batches:
         with evaluating(model), watching(model) as records:

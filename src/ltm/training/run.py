@@ -1,4 +1,4 @@
-"""A run: a task's network, the loop, checkpoints, and what remains of it in a folder."""
+"""A run: a task's network, the loop, checkpoints, and the results in its folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ltm.core.cost import num_parameters
 from ltm.data.datasets import Splits
 from ltm.files import output_folder, results_in, write_bytes, write_json, write_text
 from ltm.interruption import in_steps, stepwise
-from ltm.models import ModelSource, Network, Say, changed, plain, silent, source_of
+from ltm.models import ModelSource, Network, Say, changed, name_of, plain, silent, source_of
 from ltm.training.checkpoint import SETTINGS, Checkpoint, Checkpoints
 from ltm.training.classification import Classification
 from ltm.training.distillation import Distillation
@@ -41,7 +41,7 @@ _MAY_CHANGE = ("run.", "data.workers", "data.source", "optim.epochs", "model.wei
 """Settings that may differ when a run is resumed, except for its seed."""
 _SEED = "run.seed"
 _RESULTS = ("metrics.json", "model/config.json", "results.json", "curves.png", "log.csv")
-"""What an earlier run has left, in the order in which it goes when another one starts over."""
+"""What an earlier run left, in the order in which it is deleted when another one starts over."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -68,8 +68,8 @@ class TrainResult:
         with results_in(folder) as aside:
             self.write_model(aside)
             write_text(aside / "config.yaml", to_yaml(self.settings))
-            write_rows(self.rows, aside / "log.csv")
-            draw_curves(self.rows, aside / "curves.png")
+            _write_rows(self.rows, aside / "log.csv")
+            _draw_curves(self.rows, aside / "curves.png")
             write_json(aside / "metrics.json", self.metrics)
         return folder
 
@@ -92,19 +92,19 @@ def train(
 ) -> TrainResult:
     """Train a token-merging classifier from scratch.
 
-    `run_task` says what is left in `output`.
+    `run_task` says what `output` will hold.
 
     Args:
         model: timm's name of a network; or a network, which is trained in place; or a
-            `ModelSource`. By default what the settings name.
-        data: where labelled images are, or your own `Splits`; by default what the settings say.
+            `ModelSource`. By default the one that the settings name.
+        data: where labelled images are, or your own `Splits`; by default as the settings say.
         settings: all settings, or the name of a recipe; by default the recipe of the model.
-        output: folder of the run; without one, only the result is kept.
+        output: folder of the run; without one, nothing is written.
         resume: "auto" continues from the last complete checkpoint in `output`, if there is one.
         overwrite: start over in a folder that holds a run.
         say: called with each line of progress.
-        changes: settings to change, named as the options, such as `epochs=5`, or a whole group,
-            such as `augment={"mixup": 0.2}`.
+        changes: changes of the settings, such as `epochs=5`, or of a whole group, such as
+            `augment={"mixup": 0.2}`.
     """
     task = _task(SCRATCH, model, data, settings, changes)
     return run_task(task, output, resume=resume, overwrite=overwrite, say=say)
@@ -121,12 +121,13 @@ def finetune(
     say: Say = silent,
     **changes: Any,
 ) -> TrainResult:
-    """Convert a pretrained classifier and train its mask modules; everything else stays frozen.
+    """Convert a pretrained classifier and train its mask modules; all other parameters stay frozen.
 
-    As `train`, with other recipes: a name means timm's own weights, and `model` may also be a
-    folder that ltm wrote. `unfreeze=("head.*",)` and `lora_rank=8` train more. With
-    `teacher="self"`, or a recipe such as "distil_norms", the network without merging teaches:
-    images need no labels, and the untrained network is kept where training does not help.
+    The arguments are those of `train`, but the recipes are other ones. A name means timm's own
+    weights, and `model` may also be a folder that ltm wrote. `unfreeze=("head.*",)` and
+    `lora_rank=8` train more. With `teacher="self"`, or a recipe such as "distil_norms", the teacher
+    is the network without merging: images need no labels, and if training does not help, the
+    untrained network is kept.
     """
     task = _task(FINETUNE, model, data, settings, changes)
     return run_task(task, output, resume=resume, overwrite=overwrite, say=say)
@@ -144,10 +145,8 @@ def _task(
     source = None if model is None else source_of(model)
     chosen = {} if source is None else _model_settings(source, recipes is FINETUNE)
     if not isinstance(settings, TrainSettings):
-        if given is not None:
-            known = getattr(given, "pretrained_cfg", None) or {}
-            chosen = {"name": known.get("architecture") or type(given).__name__}
-        name, method = chosen.get("name"), changes.get("method")
+        name = chosen.get("name") if given is None else name_of(given)
+        method = changes.get("method")
         settings = starting_settings(recipes, recipe=settings, model=name, method=method)
     groups: dict[str, Any] = {"model": chosen} if chosen else {}
     if source is not None and source.image_size is not None:
@@ -161,7 +160,7 @@ def _task(
 
 
 def _model_settings(source: ModelSource, pretrained: bool) -> dict[str, Any]:
-    """A network's source as settings of the model."""
+    """The settings of the model that name a network's source."""
     values: dict[str, Any] = {"name": source.model, "pretrained": False, "weights": None}
     if source.run is not None:
         values["weights"] = str(source.run)
@@ -188,8 +187,7 @@ def run_task(
     """Train a task's network and keep it in `output`.
 
     The folder gets `config.yaml`, `log.csv`, `curves.png`, `metrics.json`, `checkpoints/` and, at
-    the end, `model/`. `resume="auto"` continues from the last complete checkpoint where there is
-    one. Without a folder nothing is kept but the result.
+    the end, `model/`. `resume="auto"` continues from the last complete checkpoint, if there is one.
     """
     settings = task.settings
     with ExitStack() as stack:
@@ -214,7 +212,7 @@ def run_task(
                 _open_output(folder, settings, checkpoints, resume)
         start = _resume_(trainer, checkpoints, say)
         rows = [task.row_type(**row) for row in start.history] if start else []
-        log = RunLog(rows, say, folder if output and fabric.is_global_zero else None)
+        log = _RunLog(rows, say, folder if output and fabric.is_global_zero else None)
         with (
             _explained(checkpoints, say, kept=output is not None),
             checkpoints.space_for("the run"),
@@ -223,7 +221,7 @@ def run_task(
             return _finish(trainer, checkpoints, log, None if output is None else folder)
 
 
-def _fit(trainer: Trainer, checkpoints: Checkpoints, log: RunLog, first_epoch: int) -> None:
+def _fit(trainer: Trainer, checkpoints: Checkpoints, log: _RunLog, first_epoch: int) -> None:
     epochs = trainer.settings.optim.epochs
     with in_steps():
         for epoch in stepwise(range(first_epoch, epochs)):
@@ -234,9 +232,9 @@ def _fit(trainer: Trainer, checkpoints: Checkpoints, log: RunLog, first_epoch: i
 
 
 def _finish(
-    trainer: Trainer, checkpoints: Checkpoints, log: RunLog, output: Path | None
+    trainer: Trainer, checkpoints: Checkpoints, log: _RunLog, output: Path | None
 ) -> TrainResult:
-    """Complete the network of the epoch that is kept, and write everything down."""
+    """Load the epoch that is kept, let the task complete its network, and write the results."""
     task, fabric = trainer.task, trainer.fabric
     best = None if task.keeps_last(trainer.model) else checkpoints.best()
     best = best or checkpoints.latest()
@@ -270,14 +268,14 @@ def _finish(
 
 
 def _scratch_folder(fabric: Fabric, stack: ExitStack) -> Path:
-    """A folder for the checkpoints of a run that is not kept, the same for all processes."""
+    """A temporary folder for the checkpoints of a run without output, the same in all processes."""
     name = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
     return Path(fabric.broadcast(name))
 
 
 @contextmanager
 def _held(output: Path, fabric: Fabric, resume: Resume, overwrite: bool) -> Iterator[None]:
-    """Hold the folder of a run in the first process; where that is refused, all of them stop."""
+    """Lock the folder of a run in the first process; if that is refused, all processes stop."""
     with ExitStack() as stack:
         refused: Exception | None = None
         if fabric.is_global_zero:
@@ -293,7 +291,7 @@ def _held(output: Path, fabric: Fabric, resume: Resume, overwrite: bool) -> Iter
 
 
 def _refuse_run(output: Path, resume: Resume, overwrite: bool) -> None:
-    """Refuse a folder that holds a run already, unless that goes on or is written over."""
+    """Refuse a folder that holds a run already, unless that run is continued or overwritten."""
     there = len(Checkpoints(output / "checkpoints")) or (output / "metrics.json").exists()
     if there and resume == "never" and not overwrite:
         raise ValueError(
@@ -307,7 +305,7 @@ def _open_output(output: Path, settings: Any, checkpoints: Checkpoints, resume: 
     output.mkdir(parents=True, exist_ok=True)
     config = output / "config.yaml"
     if resume == "never":
-        for name in _RESULTS:  # the first says that the others are there
+        for name in _RESULTS:  # the first one tells a reader that the results are complete
             (output / name).unlink(missing_ok=True)
         checkpoints.clear()
     elif len(checkpoints):
@@ -319,7 +317,7 @@ def _open_output(output: Path, settings: Any, checkpoints: Checkpoints, resume: 
 
 
 def _earlier_settings(config: Path, checkpoints: Checkpoints, base: Any) -> Any:
-    """What a run was started with: in its `config.yaml`, or in the copy of its last checkpoint."""
+    """The settings of an earlier run: its `config.yaml`, or the copy in its last checkpoint."""
     last = checkpoints.latest()
     copy = None if last is None else last.folder / SETTINGS
     for path in (config, copy):
@@ -327,12 +325,12 @@ def _earlier_settings(config: Path, checkpoints: Checkpoints, base: Any) -> Any:
             try:
                 return read_settings(path, base)
             except ValueError as error:
-                warnings.warn(f"{error}; the last checkpoint goes on", stacklevel=2)
+                warnings.warn(f"{error}; continuing without it", stacklevel=2)
     return None
 
 
 def _differences(before: Any, after: Any) -> list[str]:
-    """Settings that differ and have to be the same in a resumed run."""
+    """Settings that differ, although a resumed run needs the same."""
     old, new = dict(_flat(plain(before))), dict(_flat(plain(after)))
     return [
         f"{name} is {new[name]} but was {old[name]}"
@@ -363,22 +361,22 @@ def _resume_(trainer: Trainer, checkpoints: Checkpoints, say: Say) -> Checkpoint
 
 @contextmanager
 def _explained(checkpoints: Checkpoints, say: Say, *, kept: bool) -> Iterator[None]:
-    """Say what is left of a run that was stopped."""
+    """Say what is kept of a run that was stopped."""
     try:
         yield
     except KeyboardInterrupt:
         if kept:
             last = checkpoints.latest()
-            left = f"the checkpoint of epoch {last.epoch} is" if last else "nothing was"
-            say(f"stopped: {left} kept; continue with --resume auto")
+            kept_so_far = f"epoch {last.epoch} is kept" if last else "no epoch was finished"
+            say(f"stopped: {kept_so_far}; continue with --resume auto")
         raise
 
 
 # --- The log: a table, curves, and a line on the console ------------------------------------------
 
 
-class RunLog:
-    """The rows of a run; with a folder also `log.csv`, and TensorBoard's files where installed."""
+class _RunLog:
+    """The rows of a run; with a folder also `log.csv`, and TensorBoard's files if installed."""
 
     def __init__(self, rows: Sequence[EpochRow], say: Say, folder: Path | None) -> None:
         self.rows, self.say = list(rows), say
@@ -394,14 +392,17 @@ class RunLog:
         """Log an epoch."""
         self.rows.append(row)
         if self._folder is not None:
-            write_rows(self.rows, self._folder / "log.csv")
+            _write_rows(self.rows, self._folder / "log.csv")
             self._write_board(row, self._folder)
         recent = self.rows[-5:]
         seconds = sum(r.train_seconds + r.statistics_seconds + r.val_seconds for r in recent)
         self.say(row.line(epochs, (epochs - row.epoch) * seconds / len(recent)))
 
     def _write_board(self, row: EpochRow, folder: Path) -> None:
-        """Add an epoch to TensorBoard's file; its own writer fails in a thread of its own."""
+        """Add an epoch to TensorBoard's file.
+
+        TensorBoard's own writer does so in a thread, which hides its errors.
+        """
         try:
             from tensorboard.compat.proto import event_pb2  # noqa: PLC0415 - optional
             from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
@@ -425,8 +426,8 @@ class RunLog:
             file.write(events.getvalue())
 
 
-def write_rows(rows: Sequence[EpochRow], path: Path) -> None:
-    """Write the whole table: a resumed run drops the rows that it repeats."""
+def _write_rows(rows: Sequence[EpochRow], path: Path) -> None:
+    """Write the whole table, as a resumed run drops the rows that it repeats."""
     text = StringIO()
     names = [column.name for column in fields(rows[0])]
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -435,9 +436,9 @@ def write_rows(rows: Sequence[EpochRow], path: Path) -> None:
     write_text(path, text.getvalue())
 
 
-def draw_curves(rows: Sequence[EpochRow], path: Path) -> None:
+def _draw_curves(rows: Sequence[EpochRow], path: Path) -> None:
     """Losses and scores by epoch."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second that most runs lack
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow; runs without output need none
 
     panels = rows[0].panels
     figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")

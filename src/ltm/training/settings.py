@@ -30,42 +30,43 @@ class ModelSettings:
     weights: str | None = None
     """Start from a file with timm's keys, or from a folder that ltm wrote."""
     num_classes: int | None = None
-    """Number of classes; by default that of the data, and it must match them. A head of another
-    size is made anew. If it is not given, folders named by class index (0000, 0001) keep the head
-    of the weights."""
+    """Number of classes; it must be that of the data, which is also the default. A head of another
+    size starts with random weights. Where folders are named by class index (0000, 0001), leave this
+    out to keep the head of the weights."""
     model_args: tuple[str, ...] = ()
     """Arguments of the timm model, name=value, such as img_size=64 depth=4."""
     drop_path: float = 0.0
-    """Stochastic depth."""
+    """Rate of stochastic depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergingSettings:
-    """How tokens are merged. `counts` in the options wins over per_block, and that over ratio."""
+    """How tokens are merged. The method option counts overrides per_block, and that ratio."""
 
     method: str = "ltm"
     """Name of a method (ltm, tome, ...), or none to train the network as it is."""
     ratio: float | None = None
     """Share of the original MACs to keep; 0.7 unless per_block is given."""
     per_block: float | None = None
-    """Share of the tokens that every block keeps (it compounds)."""
+    """Share of its tokens that each block keeps; the shares multiply from block to block."""
     method_options: tuple[str, ...] = ()
     """Further settings of the method, name=value, such as support=learned labels=true."""
     warm_epochs: int = 0
-    """Epochs at the start in which nothing merges."""
+    """Epochs at the start without merging."""
     noise: float = 1.0
     """Initial scale of the noise on learned supports; it falls to 0 over the merging epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeSettings(MergingSettings):
-    """How tokens are merged, and what class statistics come from."""
+    """How tokens are merged, and which images class statistics are collected on."""
 
     statistics: Literal["auto", "epoch", "pass"] = "auto"
-    """Where class statistics come from: the epoch's own batches, or a pass over clean images after
-    it. auto uses the epoch unless batches are mixed."""
+    """Which images class statistics are collected on: the training batches (epoch), or images
+    without augmentation, in a pass after the epoch (pass). auto is pass with mixup or cutmix, and
+    epoch without."""
     statistics_images: int = 20000
-    """Images in a pass for class statistics; the first comes before the first merging epoch."""
+    """Images in such a pass. Before the first merging epoch there is always one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +74,17 @@ class TuneSettings:
     """Which parameters train."""
 
     trainable: Literal["all", "mergers", "norms", "biases", "lora"] = "all"
-    """What trains: everything (all); only the mask modules (mergers); or mask modules together with
-    normalisation layers (norms), with those and all biases (biases), or with LoRA adapters, of rank
-    8 unless lora_rank says otherwise (lora)."""
+    """What trains: all parameters (all), the mask modules alone (mergers), mask modules and
+    normalisation layers (norms), those and all biases (biases), or mask modules and LoRA adapters
+    (lora). The adapters have rank 8 unless lora_rank is given."""
     unfreeze: tuple[str, ...] = ()
-    """Patterns of other parameters to train, such as head.* or blocks.11.*"""
+    """Patterns of further parameters to train, such as head.* or blocks.11.*"""
     lora_rank: int = 0
     """Rank of LoRA adapters (peft); 0 for none."""
     lora_alpha: float = 16.0
     """Scale of LoRA adapters."""
     lora_targets: tuple[str, ...] = ("qkv", "proj")
-    """Projections that get LoRA adapters."""
+    """Names of the projections that get LoRA adapters."""
 
     @property
     def rank(self) -> int:
@@ -100,27 +101,29 @@ class OptimSettings:
     optimizer: str = "adamw"
     """Name of an optimiser of timm."""
     lr: float = 1e-3
-    """Largest learning rate, at a total batch of reference_batch."""
+    """Peak learning rate, at a total batch of reference_batch."""
     reference_batch: int = 0
-    """Total batch that lr is meant for; lr scales with the batch. 0: lr is not scaled."""
+    """Total batch size that lr is for; for other sizes lr is scaled in proportion. 0: lr is not
+    scaled."""
     merger_lr: float | None = None
     """Learning rate of mask modules; by default lr."""
     weight_decay: float = 0.05
-    """Weight decay; never of biases, normalisation and mask modules."""
+    """Weight decay; biases, normalisation layers and mask modules have none."""
     momentum: float = 0.9
     """Momentum, for optimisers that have one."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """How the learning rate falls."""
+    """The learning rate after warm-up: it falls along a cosine, or stays constant."""
     lr_warmup_epochs: float = 0.0
-    """Epochs over which the learning rate rises; may be a fraction."""
+    """Epochs over which the learning rate rises to its peak; may be a fraction."""
     min_lr: float = 1e-5
-    """Lowest learning rate, if it is below lr."""
+    """Learning rate at the end of the cosine; at most the peak."""
     clip: float = 0.0
     """Largest norm of the gradient; 0 for no clipping."""
     accumulate: int = 1
     """Batches per update."""
     ema: float = 0.0
-    """Decay of averaged weights, which are then evaluated and kept; 0 for none."""
+    """Decay of the moving average of the weights, which is evaluated and saved instead; 0 for
+    none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +133,16 @@ class ObjectiveSettings:
     bound_weight: float = 0.0
     """Weight of the information-bottleneck bound IBB, averaged over the sites."""
     teacher: Literal["none", "self"] = "none"
-    """self: the network before training, without merging, is the teacher, and labels are not used.
-    The loss is the KL divergence from its outputs, at distill_temperature."""
+    """self: the teacher is the network before training, without merging; labels are not used. The
+    loss is the KL divergence from its outputs, at distill_temperature."""
     feature_weight: float = 0.0
-    """With teacher=self: weight of the distance between both networks' class tokens after every
-    block, each normalised. Networks without a class token do without."""
+    """With teacher=self: weight of the squared distance between the two networks' normalised class
+    tokens after each block. It has no effect on networks without a class token."""
     distill_weight: float = 0.0
-    """Share of self-distillation from the same network without merging."""
+    """Share of the loss that is self-distillation: the KL divergence from the outputs of the same
+    network without merging."""
     distill_temperature: float = 1.0
-    """Temperature of the distilled distributions."""
+    """Softmax temperature of the KL divergences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +154,15 @@ class RunSettings:
     device: str = "auto"
     """Accelerator: auto, cpu, cuda, cuda:N for one of several, or mps."""
     devices: int = 1
-    """Processes on this machine; with torchrun, the number that it starts."""
+    """Processes on this machine. Under torchrun, torchrun's number counts instead."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """Several processes: copies of the model (ddp) or shards of it (fsdp)."""
+    """With several processes, each has a copy of the network (ddp) or a shard of it (fsdp)."""
     precision: Literal["32", "bf16", "16"] = "32"
     """Arithmetic; bf16 and 16 are mixed precision."""
     sync_batchnorm: bool = True
-    """Batch statistics over all processes (CUDA only)."""
+    """Batch normalisation sees the batches of all processes (CUDA only)."""
     grad_checkpointing: bool = False
-    """Trade time for memory."""
+    """Compute activations again in the backward pass: less memory, more time."""
     channels_last: bool = False
     """Use the channels-last memory layout, which is faster for convolutions on GPUs."""
     keep_every: int = 0
@@ -208,7 +212,7 @@ class TrainSettings:
 
     @property
     def statistics_from_epoch(self) -> bool:
-        """Whether an epoch's own batches give the class statistics."""
+        """Whether class statistics are collected on the training batches of an epoch."""
         if self.merge.statistics == "auto":
             return not self.augment.mixes
         return self.merge.statistics == "epoch"
@@ -242,9 +246,15 @@ def check_training(merge: MergingSettings, optim: OptimSettings, run: RunSetting
     require_least("epochs", optim.epochs)
     require_least("accumulate", optim.accumulate)
     require_least("devices", run.devices)
-    require_least("warm_epochs", merge.warm_epochs, 0)
-    require_least("noise", merge.noise, 0)
-    require_least("clip", optim.clip, 0)
+    not_negative: tuple[tuple[Any, tuple[str, ...]], ...] = (
+        (merge, ("warm_epochs", "noise")),
+        (optim, ("clip", "reference_batch", "merger_lr", "weight_decay", "momentum")),
+        (optim, ("lr_warmup_epochs", "min_lr")),
+        (run, ("keep_every",)),
+    )
+    for group, names in not_negative:
+        for name in names:
+            require_least(name, getattr(group, name), 0)
     require(optim.lr > 0, "lr", optim.lr, "positive")
     _require_share("ema", optim.ema)
     require_method(merge.method)
@@ -252,19 +262,20 @@ def check_training(merge: MergingSettings, optim: OptimSettings, run: RunSetting
 
 
 def require_method(name: str, *, fitted: bool = True) -> None:
-    """Refuse a name that is no method's, or, unless `fitted`, of one that is fitted to images."""
+    """Refuse an unknown method, and, unless `fitted`, a method that is fitted to images."""
     if name in ("none", MergingSettings.method):
         return
     from ltm.methods import methods  # noqa: PLC0415 - settings are read without torch
 
-    every = methods().items()
-    known = [word for word, method in every if fitted or not method().needs_images()] + ["none"]
+    every = [method for method in methods().values() if fitted or not method().needs_images()]
+    aliases = [alias for method in every for alias in method.aliases]
+    known = [*(method.name for method in every), *aliases, "none"]
     if name not in known:
         raise ValueError(f"merge.method is {name!r}; choose from {', '.join(known)}")
 
 
 def _require_share(name: str, value: float) -> None:
-    """Refuse what is no share below one."""
+    """Refuse a number outside of [0, 1)."""
     require(0.0 <= value < 1.0, name, value, "at least 0 and below 1")
 
 
@@ -277,7 +288,10 @@ def to_yaml(settings: Any) -> str:
 
 
 def with_options(settings: T, options: Mapping[str, Any]) -> T:
-    """Settings changed by options: names of fields in any flat group, or of whole groups."""
+    """Change single settings, by the name of their field, and whole groups, by that of the group.
+
+    Fields of a prefixed group are changed through their group.
+    """
     groups = {field.name: field for field in fields(cast("Any", settings))}
     homes = {
         field.name: name
@@ -286,21 +300,25 @@ def with_options(settings: T, options: Mapping[str, Any]) -> T:
         for field in fields(value)
     }
     changes: dict[str, Any] = {}
+    single: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
-        if name in groups or name not in homes:
-            together = isinstance(value, Mapping) and isinstance(changes.get(name), dict)
-            changes[name] = changes[name] | dict(value) if together else value
+        if name in groups:
+            changes[name] = value
+        elif name in homes:
+            single.setdefault(homes[name], {})[name] = value
         else:
-            changes.setdefault(homes[name], {})[name] = value
-    unknown = [name for name in changes if name not in groups]
-    if unknown:
-        close = did_you_mean(unknown[0], [*groups, *homes])
-        raise ValueError(f"{unknown[0]} is no setting; {close}")
+            raise ValueError(f"{name} is no setting; {did_you_mean(name, [*groups, *homes])}")
+    for name, values in single.items():
+        group = changes.get(name, {})
+        if isinstance(group, Mapping):
+            changes[name] = {**group, **values}
+        elif is_dataclass(group):
+            changes[name] = changed(group, values, f"{name}.")
     return changed(settings, changes)
 
 
 def read_settings(path: str | Path, base: T) -> T:
-    """Read a YAML file of settings; what it does not say is as in `base`."""
+    """Read a YAML file of settings; `base` gives the settings that the file lacks."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"settings are to come from {path}: there is no such file")
@@ -325,7 +343,7 @@ _MOVED = {
 
 
 def _of_today(values: dict[str, Any]) -> dict[str, Any]:
-    """What 0.1.0 wrote into a file, in settings of today."""
+    """Settings as 0.1.0 wrote them into a file, translated into those of today."""
     groups = {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}
     if isinstance(groups.get("data"), dict):
         groups["data"] = without_removed(groups["data"])

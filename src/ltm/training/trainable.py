@@ -26,10 +26,9 @@ _NORMS = (
 def choose_trainable_(
     model: nn.Module, settings: TuneSettings, new: frozenset[str] = frozenset()
 ) -> None:
-    """Freeze what the settings leave out, and add LoRA adapters where they ask for them.
+    """Freeze what does not train, and add LoRA adapters if asked for.
 
-    What is `new`, a head for other classes, trains in any case. Call it once, before the optimiser
-    is made.
+    The parameters of a `new` head always train. Call it once, before the optimiser is made.
     """
     chosen = chosen_parameters(model, settings) | new
     for name, parameter in model.named_parameters():
@@ -51,7 +50,7 @@ def choose_trainable_(
 
 
 def chosen_parameters(model: nn.Module, settings: TuneSettings) -> set[str]:
-    """Names of the parameters that train, LoRA's not among them."""
+    """Names of the parameters that train, without those of LoRA."""
     names = [name for name, _ in model.named_parameters()]
     if settings.trainable == "all":
         return set(names)
@@ -81,9 +80,9 @@ def in_merger(name: str) -> bool:
 
 
 def train_mode_(model: nn.Module) -> None:
-    """Put the model into training mode, but for normalisation layers that do not train.
+    """Put the model into training mode, except normalisation layers that do not train.
 
-    Running statistics of a frozen network stay what they are.
+    So the running statistics of frozen layers do not change.
     """
     model.train()
     for module in model.modules():
@@ -92,7 +91,7 @@ def train_mode_(model: nn.Module) -> None:
 
 
 def _trains(module: nn.Module, model: nn.Module) -> bool:
-    """A layer without parameters of its own follows the model as a whole."""
+    """Whether a layer trains; one without parameters does if the network around it does."""
     own = list(module.parameters(recurse=False))
     return any(p.requires_grad for p in (own or _outside_mergers(model)))
 
@@ -109,7 +108,7 @@ def set_noise_(model: nn.Module, noise: float) -> None:
 
 
 def annealed_noise(initial: float, epoch: int, first: int, epochs: int) -> float:
-    """Noise of an epoch: from `initial` at the first merging epoch linearly to 0 at the last."""
+    """The noise of an epoch: it falls linearly from the first merging epoch to 0 at the last."""
     merging = epochs - first
     if merging <= 1:
         return 0.0
@@ -129,8 +128,8 @@ def add_lora_(
 ) -> int:
     """Put LoRA adapters around the projections named `targets`; returns how many.
 
-    Mask modules that read a projection then read it with its adapter, whether the network was
-    converted before or after.
+    Mask modules that read the output of a projection get it with its adapter, whether the network
+    was converted before or after.
     """
     peft = require("peft", extra="train")
     layers = _target_layers(model, targets)
@@ -168,7 +167,7 @@ def has_lora(model: nn.Module) -> bool:
 
 
 def without_lora(model: nn.Module) -> nn.Module:
-    """A copy of the network with its adapters folded in; itself where it has none."""
+    """A copy of the network with its adapters folded in; the network itself if it has none."""
     if not has_lora(model):
         return model
     folded = copy.deepcopy(model)
@@ -182,10 +181,10 @@ def is_lora(name: str) -> bool:
 
 
 def _target_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """Paths of linear layers and convolutions called so, or inside something called so."""
+    """Paths of the linear layers and convolutions with one of these names."""
     found = []
     for name, module in model.named_modules():
-        inside = ".merger." in f".{name}." or name.startswith(("patch_embed", "stem"))
+        inside = in_merger(f"{name}.") or name.startswith(("patch_embed", "stem"))
         # EfficientViT's projections are convolutions inside a layer with their normalisation.
         named = name.removesuffix(".conv").rpartition(".")[2] in targets
         if named and not inside and isinstance(module, nn.Linear | nn.Conv2d):

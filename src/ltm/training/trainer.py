@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The network that counts: with averaged weights, if they are kept."""
+        """The network to evaluate and keep: the one with averaged weights, if there is one."""
         return self.model if self.average is None else self.average.module
 
     @property
@@ -119,7 +119,7 @@ class Trainer:
         return row
 
     def evaluate(self, *, merging: bool = True) -> Any:
-        """Evaluate the network that counts on the held-out images."""
+        """Evaluate the network to keep on the held-out images."""
         with self._merging(self.evaluated, merging):
             return self.task.evaluate(self.evaluated)
 
@@ -130,7 +130,7 @@ class Trainer:
         score: float | None,
         history: list[dict[str, Any]],
     ) -> None:
-        """Write a checkpoint after an epoch; the first process does, the others wait."""
+        """Write a checkpoint after an epoch, in the first process; the others wait."""
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         if self.is_sharded:
             weights: Any = get_model_state_dict(self.model, options=_WHOLE)
@@ -157,7 +157,7 @@ class Trainer:
                 )
 
     def restore_(self, checkpoint: Checkpoint) -> str:
-        """Return to where the checkpoint was written; says what is not as it was then.
+        """Load the state of a checkpoint; returns a sentence about what differs from that run.
 
         A checkpoint that does not fit is a ValueError.
         """
@@ -183,16 +183,16 @@ class Trainer:
         if self.average is not None:
             self.average.module.load_state_dict(checkpoint.weights("ema"))
         self.fabric.strategy.precision.load_state_dict(state["precision"])
-        # Checkpoints end an epoch. The schedule goes by images seen: with another number of
-        # processes there are more or fewer updates in each epoch.
+        # A checkpoint is the end of an epoch. The learning rate follows the images seen: another
+        # number of processes makes more or fewer updates in an epoch.
         self.updates = checkpoint.epoch * self.updates_per_epoch
         before = state.get("total_batch", self.total_batch)  # 0.1.0 does not say
         if before == self.total_batch:
             return ""
         return (
-            f"a batch is {self.total_batch} images of all processes and was {before}; the "
-            f"learning rate, at most {effective_lr(self.settings.optim, self.total_batch):g}, "
-            "follows the images seen"
+            f"the total batch is {self.total_batch} and was {before}; the learning rate follows "
+            "the images seen, and its peak is "
+            f"{effective_lr(self.settings.optim, self.total_batch):g}"
         )
 
     def _merging(self, model: nn.Module, merging: bool) -> AbstractContextManager[Any]:
@@ -264,16 +264,16 @@ class Trainer:
             self.average.update(self.model, self.updates)
 
     def _is_finite(self, loss: Tensor, norm: Any) -> bool:
-        """Whether all processes may update; the norm of the gradient is one for all of them."""
+        """Whether to update; the answer is the same in all processes, as the norm is."""
         if self.settings.run.precision == "16":
-            # Gradients may overflow: the scaler then leaves an update out.
+            # Gradients may overflow: the scaler then skips the update.
             return bool(sum_over_processes(loss.detach()).isfinite())
         return bool((norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite())
 
     def _stop(self, loss: BatchLoss, step: Step) -> None:
-        """Stop before any weight moves, and say where it comes from. All processes come here."""
+        """Stop before the update, and name the module. All processes come here."""
         if self.fabric.world_size > 1:
-            self.model.eval()  # In training, layers may wait for other processes.
+            self.model.eval()  # in training mode, layers may wait for other processes
         with self.fabric.autocast():
             place = find_non_finite(self.model, *loss.inputs)
         raise NonFiniteLossError(

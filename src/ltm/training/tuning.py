@@ -1,4 +1,4 @@
-"""Tuning for a time: the original teaches a converted network on unlabelled images."""
+"""Tuning for a time: distillation of a converted network, on unlabelled images."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ltm.training.settings import Length, TrainSettings, with_options
 from ltm.training.trainable import choose_trainable_, train_mode_
 
 _EPOCHS = 10
-"""A time is divided into so many, each with a look at the images set aside."""
+"""A time is divided into so many epochs; each ends with an evaluation."""
 _TIMED = 4
-"""Batches that are timed, after one that is not."""
+"""Batches that are timed, after a first one that is not."""
 
 
 def tune_(
@@ -40,18 +40,19 @@ def tune_(
     say: Say = silent,
     **changes: Any,
 ) -> TrainResult:
-    """Train a converted network, in place, to answer as it does without merging.
+    """Train a converted network towards its own outputs without merging.
 
     It is `ltm.finetune` with the recipe `distil_<trainable>`: images need no labels, and one in
-    five is set aside. Where training makes the outputs on those no closer to the original's, the
-    network stays as it was. The result's `metrics` say what was done.
+    five is set aside to decide. If training brings the outputs on those no closer to the
+    original's, the untrained network is the result. The network is trained in place; with LoRA the
+    result's `model` is a copy of it. The result's `metrics` say what was done.
 
     Args:
         model: a network that merges tokens.
-        images: what to tune on.
+        images: images to tune on.
         length: a time or epochs, such as "60s", "5m" or "3 epochs".
         trainable: what trains: mergers, norms, biases, lora or all.
-        output: folder of the run; without one, only the result is kept.
+        output: folder of the run; without one, nothing is written.
         say: called with each line of progress.
         changes: changes of the settings, as `ltm.finetune` takes them.
     """
@@ -80,7 +81,7 @@ def tune_(
 def _images_in(
     seconds: float, model: nn.Module, images: ImageDataset, settings: TrainSettings
 ) -> int:
-    """How many images are learned from in a time, from a few batches on a copy."""
+    """How many images can be trained on in a time: a copy of the network is timed."""
     device = next(model.parameters()).device
     network = copy.deepcopy(model)
     choose_trainable_(network, settings.tune)
@@ -96,7 +97,7 @@ def _images_in(
         objective(network, pixels, labels).total.backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if place == 0:  # processes start, memory is found
+        if place == 0:  # it starts the loader's processes and allocates memory
             start = time.perf_counter()
         else:
             number += len(pixels)
