@@ -109,8 +109,8 @@ def test_a_slower_network_a_missed_budget_and_few_images_are_admitted(
     changed = _with(comparison, "ltm", timings=(slow,), share=0.74, accuracy=few)
     said = " ".join(verdicts(changed))
     assert "slower, 0.80x at batch 1" in said
-    assert "The budget of 0.70 was missed: the network keeps 0.740." in said
-    assert "Only 100 images were evaluated: top-1 itself is known to 9.0 points" in said
+    assert "The budget of 0.70 was missed: the network keeps 0.740 of the multiply-adds." in said
+    assert "Only 100 images were evaluated: top-1 itself is uncertain by 9.0 points" in said
 
 
 def test_a_stopped_run_says_so(comparison: Comparison) -> None:
@@ -247,7 +247,7 @@ def test_the_curve_is_drawn_and_the_choice_explained(comparison: Comparison) -> 
     assert len(curves(given)) == len(curves(comparison)) + 1
     assert "Ratios that were tried" in render_report(given)
     closest = dataclasses.replace(given, max_loss=0.1)
-    assert "none of 3 is within 0.1 points, and this is the closest" in " ".join(verdicts(closest))
+    assert "none of 3 is within 0.1 points, and this one loses least" in " ".join(verdicts(closest))
 
 
 @pytest.mark.parametrize(

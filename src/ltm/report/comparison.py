@@ -1,7 +1,7 @@
-"""What a report tells: networks side by side, what they were measured on, and what that shows.
+"""What a report says: networks side by side, what they were measured on, and what that shows.
 
-The sentences (`verdicts`) say what the numbers show and no more: a difference is real only where
-its interval leaves out zero.
+The sentences (`verdicts`) claim no more than the numbers show: a difference is real only if its
+interval excludes zero.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BlockChange:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """One ratio of a curve, measured on the images that the choice was made on."""
+    """One ratio of a curve, measured on the images to choose on."""
 
     ratio: float
     share: float
@@ -43,7 +43,7 @@ class CurvePoint:
     """Accuracy less that of the original."""
     top1: float
     num_changed: int
-    """Images whose predicted label is another than the original's."""
+    """Images for which the network predicts another label than the original."""
     timing: Timing
     chosen: bool = False
 
@@ -55,9 +55,9 @@ class Deployment:
     form: str
     batch_size: int
     code: str
-    """The lines that run it."""
+    """Lines of Python that run it."""
     file: str = ""
-    """The file that was written for it, if there is one."""
+    """The name of the file for this form, if one was written."""
     num_images: int = 0
     """Images on which the file's predictions were compared."""
     num_changed: int = 0
@@ -78,16 +78,16 @@ class Comparison:
     model: str
     weights: str
     method: str
-    """The one that was saved; the other networks are for comparison."""
+    """The method of the saved network; the others are for comparison."""
     ratio: float | None
     data: str
     num_calibration_images: int
-    """Unlabelled images that schedules and thresholds were chosen on; none of them is evaluated."""
+    """Unlabelled images on which schedules and thresholds were chosen; none is evaluated."""
     finetune_epochs: float
     calibration: dict[str, Any] | None = None
-    """The search for the schedule, as `CalibrateResult.to_dict` tells it."""
+    """The search for the schedule, from `CalibrateResult.to_dict`."""
     tuning: dict[str, Any] | None = None
-    """What the original taught the network: the metrics of `ltm.training.tuning.tune_`."""
+    """The metrics of `ltm.training.tuning.tune_`."""
     seed: int
     command: str
     environment: Environment
@@ -101,11 +101,11 @@ class Comparison:
     deployment: Deployment | None = None
     curve: tuple[CurvePoint, ...] = ()
     max_loss: float | None = None
-    """Points that might be lost where the ratio was chosen."""
+    """Points that may be lost, if the ratio was chosen."""
     goal_speedup: float | None = None
     goal_ms: float | None = None
     interrupted: str = ""
-    """What was going on when the run was stopped; empty for a complete one."""
+    """The stage that Ctrl-C stopped; empty for a complete run."""
 
     def network(self, method: str) -> Measurement | None:
         """The network of a method, if it was measured."""
@@ -121,17 +121,17 @@ class Comparison:
 
     @property
     def form(self) -> str:
-        """The form that times are told in."""
+        """The form whose times are shown: the recommended one."""
         return "eager" if self.deployment is None else self.deployment.form
 
     def timing(self, method: str, batch_size: int, form: str | None = None) -> Timing | None:
-        """The time of a network, by default in the form that is recommended."""
+        """The time of a network, by default in the recommended form."""
         network = self.network(method)
         return None if network is None else network.timing(batch_size, form or self.form)
 
     @property
     def timing_deployed(self) -> Timing | None:
-        """The time of the compressed network as it is recommended."""
+        """The time of the compressed network in the recommended form."""
         deployed = self.deployment
         return None if deployed is None else self.timing(self.method, deployed.batch_size)
 
@@ -144,7 +144,7 @@ class Comparison:
 
 
 def block_changes(model: nn.Module) -> tuple[BlockChange, ...]:
-    """The blocks of a converted model that merge, in words."""
+    """The merging blocks of a converted model, in words."""
     done = conversion_of(model)
     return tuple(
         BlockChange(block=site.block, **_counts(site), how=done.config.describe(site))
@@ -160,14 +160,14 @@ def _counts(site: Site) -> dict[str, str]:
     return {"before": str(site.num_in), "after": str(site.num_out)}
 
 
-# --- What can be said about it -----------------------------------------------------------------
+# --- Sentences -----------------------------------------------------------------------------------
 
 _TOLERANCE = 0.005
 _FEW_IMAGES = 1000
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """All that can be said, the main thing first."""
+    """All sentences, the most important first."""
     found = [
         *_accuracy(comparison),
         *_tuned(comparison),
@@ -211,10 +211,10 @@ def _accuracy(comparison: Comparison) -> list[str]:
         return []
     before, after = base.accuracy.top1, compressed.accuracy.top1
     name = display_name(comparison.method)
-    kept = f"kept {percent(after)} of {percent(before)}" if after <= before else (
-        f"reached {percent(after)}, from {percent(before)},"
-    )  # fmt: skip
-    sentences = [f"{name} {kept} top-1 at {compressed.share:.2f} of the multiply-adds."]
+    top1 = f"kept {percent(after)} of {percent(before)} top-1"
+    if after > before:
+        top1 = f"raised top-1 from {percent(before)} to {percent(after)}"
+    sentences = [f"{name} {top1} at {compressed.share:.2f} of the multiply-adds."]
     if compressed.against_base is not None:
         difference = compressed.against_base
         sentences.append(
@@ -236,7 +236,8 @@ def _budget(comparison: Comparison) -> list[str]:
     compressed, ratio = comparison.compressed, comparison.ratio
     if compressed is None or ratio is None or compressed.share <= ratio + _TOLERANCE:
         return []
-    return [f"The budget of {ratio:.2f} was missed: the network keeps {compressed.share:.3f}."]
+    kept = f"{compressed.share:.3f} of the multiply-adds"
+    return [f"The budget of {ratio:.2f} was missed: the network keeps {kept}."]
 
 
 def _speed(comparison: Comparison) -> list[str]:
@@ -257,28 +258,27 @@ def _speed(comparison: Comparison) -> list[str]:
 
 
 def _deployed(comparison: Comparison) -> list[str]:
-    """Which form to run, and whether its file says what the networks say."""
+    """Which form to run, and whether its file predicts the same as the networks."""
     deployed, timing = comparison.deployment, comparison.timing_deployed
     if deployed is None:
         return []
     sentences = []
     if timing is not None and timing.images_per_second is not None:
         base = comparison.timing(BASE, deployed.batch_size)
-        before = "" if base is None or base.images_per_second is None else (
-            f" (the original {_rate(base.images_per_second)})"
-        )  # fmt: skip
+        before = ""
+        if base is not None and base.images_per_second is not None:
+            before = f" (the original {_rate(base.images_per_second)})"
         sentences.append(
             f"Run it in {deployed.title}: {_rate(timing.images_per_second)} images per second at "
             f"batch {deployed.batch_size}{before}, {_speed_part(timing, at=False)}."
         )
     if deployed.num_images:
-        unlike = "as the network does" if not deployed.num_unlike else (
-            f"another label than the network on {_count(deployed.num_unlike)}"
-        )  # fmt: skip
+        unlike = "the same labels as the network"
+        if deployed.num_unlike:
+            unlike = f"another label than the network on {_count(deployed.num_unlike)}"
         sentences.append(
-            f"{deployed.file} was compared on all {deployed.num_images:,} evaluated images: it "
-            f"predicts {unlike}, and another label than the original on "
-            f"{_count(deployed.num_changed)} "
+            f"On all {deployed.num_images:,} evaluated images, {deployed.file} predicts {unlike}, "
+            f"and another label than the original on {_count(deployed.num_changed)} "
             f"({percent(deployed.num_changed / deployed.num_images)}%)."
         )
     return sentences
@@ -293,11 +293,11 @@ def _count(number: int) -> str:
 
 
 _NEAR = 0.03
-"""A time goal is met where it is missed by no more than this share."""
+"""A goal counts as met if it is missed by no more than this share."""
 
 
 def _goal(comparison: Comparison) -> list[str]:
-    """Whether the time that was asked for is met, as measured last."""
+    """Whether the last measurement meets the goal."""
     timing = comparison.timing_deployed
     if timing is None or timing.milliseconds is None or not timing.speedup:
         return []
@@ -327,7 +327,7 @@ def _choice(comparison: Comparison) -> list[str]:
         f"the fastest of {len(comparison.curve)} within {comparison.max_loss:g} points"
         if kept
         else f"none of {len(comparison.curve)} is within {comparison.max_loss:g} points, and this "
-        "is the closest"
+        "one loses least"
     )
     on = f"{chosen.loss.num_images:,} other images ({points(chosen.loss.difference)} points there)"
     return [f"The ratio of {chosen.ratio:g} was chosen on {on}: {how}."]
@@ -337,16 +337,11 @@ _SMALL_GMACS = 0.3
 
 
 def _advice(comparison: Comparison) -> list[str]:
-    """Where nothing is gained: why, and what to do."""
+    """If there is no gain somewhere: why, and what to do."""
     compressed = comparison.compressed
-    if compressed is None:
-        return []
-    slow = [
-        t for t in compressed.timings if t.speedup_interval and round(t.speedup_interval[0], 2) <= 1
-    ]
-    fast = [
-        t for t in compressed.timings if t.speedup_interval and round(t.speedup_interval[0], 2) > 1
-    ]
+    timed = [] if compressed is None else [t for t in compressed.timings if t.speedup_interval]
+    fast = [timing for timing in timed if _is_faster(timing)]
+    slow = [timing for timing in timed if not _is_faster(timing)]
     if not slow:
         return []
     where = ", ".join(f"{TITLES[t.mode]} at batch {t.batch_size}" for t in slow)
@@ -369,9 +364,14 @@ def _advice(comparison: Comparison) -> list[str]:
     return [f"No gain in {where}: {why}. What to do: {advice}."]
 
 
+def _is_faster(timing: Timing) -> bool:
+    """Whether the whole interval of the speed-up is above 1."""
+    return timing.speedup_interval is not None and round(timing.speedup_interval[0], 2) > 1
+
+
 def _speed_part(timing: Timing, *, at: bool = True) -> str:
-    low, high = timing.speedup_interval or (0.0, 0.0)
-    if round(low, 2) > 1:
+    _, high = timing.speedup_interval or (0.0, 0.0)
+    if _is_faster(timing):
         said = f"{timing.speedup:.2f}x as fast"
     elif round(high, 2) < 1:
         said = f"slower, {timing.speedup:.2f}x"
@@ -411,7 +411,7 @@ def _cautions(comparison: Comparison) -> list[str]:
     if accuracy is not None and accuracy.num_images < _FEW_IMAGES:
         low, high = accuracy.top1_interval
         sentences.append(
-            f"Only {accuracy.num_images} images were evaluated: top-1 itself is known to "
+            f"Only {accuracy.num_images} images were evaluated: top-1 itself is uncertain by "
             f"{50 * (high - low):.1f} points either way."
         )
     if comparison.interrupted:

@@ -1,7 +1,7 @@
 """The documents of a comparison: `report.html`, and the model card `README.md`.
 
-The report is one file. Nothing is fetched: styles and pictures are inside, and there is no script.
-The card has the layout of the Hugging Face hub.
+The report is one file without scripts; its styles and pictures are inside. The card has the layout
+of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from ltm.report.tracing import Traces
 
 @dataclass(frozen=True, kw_only=True)
 class Illustration:
-    """A picture of the report: its address (a data URI), what it shows, what it says."""
+    """A picture of the report: its address (a data URI), a text in its place, a caption."""
 
     address: str
     alt: str
     caption: str
     wide: bool = False
-    """On a narrow screen it is scrolled rather than shrunk."""
+    """On a narrow screen it is scrolled, not shrunk."""
 
 
 def write_report(
@@ -85,7 +85,7 @@ def render_report(comparison: Comparison, pictures: Sequence[Illustration] = ())
 
 
 def table_of(comparison: Comparison) -> list[list[str]]:
-    """The main columns as short text, the header first; columns that nobody fills are left out."""
+    """The main columns as short text, the header first; empty columns are left out."""
     batches = _batch_sizes(comparison)
     table = [["network", "top-1", "against original", "labels changed", "GMACs", "share"]]
     table[0] += [f"batch {batch}" for batch in batches]
@@ -215,7 +215,7 @@ def _curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _over_ratios(comparison: Comparison) -> Illustration:
-    """The curve that the ratio was chosen from: loss against speed."""
+    """The curve on which the ratio was chosen: change of accuracy against time."""
     first = comparison.curve[0]
     timing = first.timing
     drawn = [
@@ -230,14 +230,14 @@ def _over_ratios(comparison: Comparison) -> Illustration:
         alt=f"Accuracy against time over ratios ({where}): {spoken}.",
         caption=(
             f"Change of top-1 against measured time ({where}) over the ratios, on the "
-            f"{first.loss.num_images:,} images that the choice was made on; the ring is what was "
-            "chosen, the dashed line the loss that was allowed."
+            f"{first.loss.num_images:,} images to choose on. The ring marks the chosen ratio, the "
+            "dashed line the allowed loss."
         ),
     )
 
 
 def _against_time(networks: Sequence[Measurement], batch_size: int, form: str) -> Illustration:
-    """Times as shares of the original's, from rounds that ran both: a busy moment hits both."""
+    """Accuracy against time, as a share of the original's in the same rounds."""
     drawn = [
         _point(network, 1 / timing.speedup, (1 / high, 1 / low))
         for network in networks
@@ -339,8 +339,8 @@ def illustrate(scenes: Scenes, traces: Traces, block: int) -> list[Illustration]
             address=data_uri(weights, "image/png"),
             alt=f"Merge weights of one target patch per picture ({shown}), by {names}.",
             caption=(
-                f"Merge weights after block {block}: the token that the patch in the red box went "
-                "into, and how much each patch weighs in it."
+                f"Merge weights after block {block}: how much each patch weighs in the token that "
+                "the patch in the red box went into."
             ),
             wide=True,
         ),
@@ -366,7 +366,7 @@ def write_card(
 ) -> Path:
     """Write the card of a compressed model; `origin` may name a `base_model` and a `license`.
 
-    Who reads it has another machine: of absolute paths only the last name is written.
+    Of absolute paths only the last name is written, as the readers have other machines.
     """
     words = shlex.split(comparison.command)
     given = {path for word in (*words, comparison.data) if (path := _path_in(word))}
@@ -388,7 +388,7 @@ def write_card(
 
 
 def _path_in(word: str) -> str | None:
-    """The absolute path that a word of a command is, or ends with: `name=/path`, `kind:/path`."""
+    """The absolute path in a word of a command, such as `/path`, `name=/path` or `kind:/path`."""
     for text in (word, re.sub(r"^[^/\\]*?[=:](?=/[^/])", "", word)):
         absolute = PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
         if absolute or text.startswith("~/"):
@@ -397,7 +397,7 @@ def _path_in(word: str) -> str | None:
 
 
 def _shortened(text: str, paths: set[str]) -> str:
-    """The text with the last name of each of the paths in its place."""
+    """The text with each of the paths replaced by its last name."""
     for path in sorted(paths, key=len, reverse=True):
         name = re.split(r"[/\\]" if "\\" in path else "/", path)[-1]
         text = re.sub(rf"(?<![\w.~/]){re.escape(path)}(?!\w)", lambda _, name=name: name, text)

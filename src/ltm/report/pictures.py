@@ -1,7 +1,7 @@
 """Pictures of what merging does: weights of a token, groups of patches, films through the blocks.
 
-`weights_figure` and `groups_figure` draw sheets in the layout of the paper's figure, one column per
-image and one row per method; `layer_frames` and `film_bytes` make a film of one image.
+`weights_figure` and `groups_figure` draw sheets like the paper's figure, with a column per image
+and a row per method; `layer_frames` and `film_bytes` make a film of one image.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Scenes:
 def read_pictures(
     images: Sequence[str | Path | Image.Image], limit: int | None = None
 ) -> list[NamedPicture]:
-    """Images as they are, image files, and those of folders; what is no image is a ValueError."""
+    """Open images, image files and folders of images; anything else is a ValueError."""
     found = (one for image in images for one in _opened(image))
     return [
         (name or f"image {number}", picture)
@@ -70,7 +70,7 @@ def read_pictures(
 
 
 def _opened(image: str | Path | Image.Image) -> Iterator[NamedPicture]:
-    """An image, which has no name, or those of a path, by their names."""
+    """An image, whose name is empty, or the images of a path, by their names."""
     if isinstance(image, Image.Image):
         yield "", to_rgb(image)
         return
@@ -87,21 +87,21 @@ def _opened(image: str | Path | Image.Image) -> Iterator[NamedPicture]:
 
 
 def generated_pictures(number: int = NUM_PICTURES) -> list[NamedPicture]:
-    """Paint pictures, for when no photographs may be shown."""
+    """Painted pictures, for reports that must not show photographs."""
     return [
         (picture.name.replace(", ", ",\n"), picture.image) for picture in example_pictures(number)
     ]
 
 
 def data_pictures(dataset: Any) -> list[NamedPicture]:
-    """Take a few evenly spread images of a data set, named by their classes."""
+    """A few images, evenly spread over a data set, named by their classes."""
     few = dataset.take(NUM_PICTURES).with_transform(None)
     items = (few[index] for index in range(len(few)))
     return [(few.class_names[label], image) for image, label in items]
 
 
 def prepare(images: Sequence[Image.Image], names: Sequence[str], spec: ImageSpec) -> Scenes:
-    """Resize, crop and normalise images as in evaluation, and keep the pixels that remain."""
+    """Resize and crop images as in evaluation; keep their pixels, and normalise them as inputs."""
     transform = evaluation_transform(spec)
     bytes_ = torch.stack([transform(image) for image in images])
     mean, std = (255 * torch.tensor(v)[:, None, None] for v in (spec.mean, spec.std))
@@ -110,14 +110,14 @@ def prepare(images: Sequence[Image.Image], names: Sequence[str], spec: ImageSpec
 
 
 def spread_cells(cells: NDArray, size: tuple[int, int]) -> NDArray:
-    """Give every pixel the value of the cell that it lies in; sides need not divide."""
+    """Give every pixel the value of its cell; sides need not be multiples of the cells'."""
     rows = np.arange(size[0]) * cells.shape[0] // size[0]
     columns = np.arange(size[1]) * cells.shape[1] // size[1]
     return cells[rows][:, columns]
 
 
 def _weight_colours() -> ListedColormap:
-    """From dark to bright; both ends of the map are cut, which would vanish on a picture."""
+    """From dark to bright, without the ends of the map, which cannot be seen on a picture."""
     return ListedColormap(colormaps["inferno"](np.linspace(0.2, 0.9, 256)), name="weights")
 
 
@@ -137,7 +137,7 @@ def paint_weights(pixels: Pixels, weights: NDArray[np.float32]) -> Pixels:
 def paint_groups(pixels: Pixels, groups: NDArray[np.int64]) -> Pixels:
     """Paint patches that became one token in their mean colour, with a line around them.
 
-    Patches that are still alone keep their pixels; dropped ones are blank.
+    Patches that did not merge keep their pixels; dropped ones are blank.
     """
     painted = pixels.astype(np.float64)
     cells = spread_cells(groups, pixels.shape[:2])
@@ -153,7 +153,7 @@ def paint_groups(pixels: Pixels, groups: NDArray[np.int64]) -> Pixels:
 
 
 def enlarge(pixels: Pixels, least: int = 224) -> Pixels:
-    """Repeat pixels of small images until lines and boxes have room."""
+    """Repeat the pixels of small images, so that lines and boxes can be seen."""
     factor = max(1, -(-least // max(pixels.shape[:2])))
     return np.repeat(np.repeat(pixels, factor, axis=0), factor, axis=1)
 
@@ -192,9 +192,9 @@ _RED = tuple(value / 255 for value in TARGET_COLOUR)
 
 
 def choose_target(pixels: Pixels, groups: NDArray[np.int64]) -> Grid:
-    """A telling patch: of the group that stands out from the image, the most typical one.
+    """The most typical patch of the group whose colour stands out most.
 
-    Without any group it is the patch in the middle.
+    Without groups it is the patch in the middle.
     """
     values, counts = np.unique(groups[groups != DROPPED], return_counts=True)
     merged = values[counts > 1]
@@ -222,8 +222,8 @@ def weights_figure(
 ) -> Figure:
     """The paper's figure for one block.
 
-    Targets are patches (row, column) on the last method's grid; by default telling ones of its
-    groups.
+    Targets are patches (row, column) on the grid of the last method; by default they are chosen
+    from its groups.
     """
     maps = maps_at(traces, block, len(scenes))
     reference = list(maps.values())[-1]
@@ -244,7 +244,7 @@ def weights_figure(
 
 
 def groups_figure(scenes: Scenes, traces: Traces, block: int) -> Figure:
-    """Which patches are one token after a block: images above, one row per method."""
+    """Which patches are one token after a block: images in the first row, a row per method."""
     maps = maps_at(traces, block, len(scenes))
     figure, axes = _sheet(scenes, ["image", *maps])
     for column, pixels in enumerate(scenes.pixels):
@@ -258,7 +258,7 @@ def groups_figure(scenes: Scenes, traces: Traces, block: int) -> Figure:
 def target_tokens(
     scenes: Scenes, traces: Traces, block: int, targets: Sequence[Grid] = ()
 ) -> list[dict[str, Any]]:
-    """The numbers in the pictures: tokens left, and the weights of the target's token."""
+    """The numbers of the pictures: tokens left, and the weights of the target's token."""
     maps = maps_at(traces, block, len(scenes))
     reference = list(maps.values())[-1]
     rows: list[dict[str, Any]] = []
@@ -289,14 +289,14 @@ def maps_at(traces: Traces, block: int, num_images: int) -> dict[str, SiteMap]:
 
 
 def _default_targets(scenes: Scenes, site: SiteMap) -> list[Grid]:
-    """A telling target for every image, among the groups of one method."""
+    """A target for every image, from the groups of one method."""
     return [
         choose_target(pixels, site.group_grid(index)) for index, pixels in enumerate(scenes.pixels)
     ]
 
 
 def rescale(target: Grid, before: Grid, after: Grid) -> Grid:
-    """A patch of one grid on another: stages of grid networks shrink by different amounts."""
+    """The place of a patch on another grid, as methods shrink a network's grids differently."""
     return target[0] * after[0] // before[0], target[1] * after[1] // before[1]
 
 
@@ -308,7 +308,7 @@ def _weights_line(weights: NDArray[np.float32]) -> str:
 
 
 def _sheet(scenes: Scenes, labels: Sequence[str]) -> tuple[Figure, NDArray]:
-    """A column per image, with the image itself in the first row; a row per label."""
+    """A column per image and a row per label; the first row shows the images."""
     columns, rows = len(scenes), len(labels)
     size = (_CELL * columns + 0.35, (_CELL + 0.2) * rows + 0.25)
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
@@ -362,7 +362,7 @@ def merging_blocks(traces: Traces) -> list[int]:
 def film_bytes(frames: Sequence[Image.Image]) -> bytes:
     """Frames as an endless GIF; the last one stays longer."""
     durations = [_FRAME_MILLISECONDS] * (len(frames) - 1) + [2 * _FRAME_MILLISECONDS]
-    # One palette for all frames: otherwise colours flicker from block to block.
+    # With a palette per frame, colours would flicker from block to block.
     sheet = Image.new("RGB", (frames[0].width, sum(frame.height for frame in frames)))
     for index, frame in enumerate(frames):
         sheet.paste(frame, (0, index * frame.height))

@@ -29,14 +29,14 @@ class SiteMap:
     block: int
     grid: Grid
     weights: Float[Tensor, "b n p"]
-    """Columns sum to one, or to zero where a shorter image is padded."""
+    """Columns sum to one, or to zero for the padding of images with fewer tokens."""
 
     def num_tokens(self, image: int) -> int:
         """Tokens that one image has left."""
         return int((self.weights[image].sum(0) > 0).sum())
 
     def groups(self) -> Int[Tensor, "b n"]:
-        """The token that each patch went into, most of it where it was shared out."""
+        """The token that each patch went into; of several, the one with most of it."""
         strongest, place = self.weights.max(dim=-1)
         return place.masked_fill(strongest <= 0, DROPPED)
 
@@ -45,7 +45,7 @@ class SiteMap:
         return self.groups()[image].reshape(self.grid).cpu().numpy()
 
     def of_target(self, image: int, patch: Grid) -> NDArray[np.float32]:
-        """The weights of the token that holds a patch; all zero where the patch was dropped."""
+        """The weights of the token that holds a patch; all zero if the patch was dropped."""
         index = _patch_index(patch, self.grid)
         place = int(self.groups()[image, index])
         if place == DROPPED:
@@ -54,7 +54,7 @@ class SiteMap:
 
 
 Traces = Mapping[str, Sequence[SiteMap]]
-"""The maps of each method by the name to show."""
+"""The maps of each method, by its title."""
 
 
 def trace(model: nn.Module, images: Tensor) -> list[SiteMap]:
@@ -70,7 +70,7 @@ def trace(model: nn.Module, images: Tensor) -> list[SiteMap]:
 
 @torch.no_grad()
 def trace_models(models: Mapping[str, nn.Module], images: Tensor) -> Traces:
-    """Follow the tokens of the same images through every network."""
+    """Trace the same images through every network."""
     return {
         name: trace(model, images.to(next(model.parameters()).device))
         for name, model in models.items()
@@ -78,9 +78,9 @@ def trace_models(models: Mapping[str, nn.Module], images: Tensor) -> Traces:
 
 
 def last_attended_block(model: nn.Module) -> int | None:
-    """The last merging block whose tokens are attended to; None where nothing merges.
+    """The last merging block whose tokens a later block attends to; None if nothing merges.
 
-    Nobody attends to tokens after the last block of all: a site there may leave next to none.
+    No block attends to the tokens of the network's last block, which may leave almost none.
     """
     sites = [site for site in conversion_of(model).sites if site.merges]
     attended = [site.block for site in sites if site.block < site.depth - 1]
@@ -88,7 +88,7 @@ def last_attended_block(model: nn.Module) -> int | None:
 
 
 def _grid(num_patches: int, planned: Grid, image_size: tuple[int, int]) -> Grid:
-    """The grid of patches: the planned one, or what suits the image where that is a window's."""
+    """The grid of patches: the planned one, or by the image's aspect if that one is a window's."""
     if planned[0] * planned[1] == num_patches:
         return planned
     wanted = math.sqrt(num_patches * image_size[0] / image_size[1])

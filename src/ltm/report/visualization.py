@@ -81,10 +81,10 @@ def visualize(
     """Draw which patches merge into which token, and with which weights.
 
     Args:
-        model: a network, a saved folder, a timm name, or a `ModelSource`. One that merges already
+        model: a network, a saved folder, a timm name, or a `ModelSource`. If it merges already, it
             is drawn with its own method and schedule.
         images: images, image files and folders; generated pictures if there are none.
-        settings: what is drawn.
+        settings: what to draw.
         changes: fields of the settings to change, such as `sites="all"`.
     """
     settings = changed(settings, changes)
@@ -124,7 +124,7 @@ def visualize(
 
 
 def _converted(model: nn.Module, settings: VisualizeSettings) -> dict[str, nn.Module]:
-    """The networks to draw by the name to show; the other method first, as in the paper."""
+    """The networks to draw, by title; the method to compare with first, as in the paper."""
     method, ratio = settings.method, settings.ratio
     if is_merging(model):
         if method is not None:
@@ -142,11 +142,11 @@ def _converted(model: nn.Module, settings: VisualizeSettings) -> dict[str, nn.Mo
 
 
 def _targets(texts: Sequence[str], num_images: int) -> list[Grid]:
-    """A patch for each image; none where telling ones are to be found."""
+    """A patch for each image; none if they are to be chosen."""
     chosen = [_target(text) for text in texts]
     if len(chosen) > 1 and len(chosen) != num_images:
         raise ValueError(
-            f"targets: there are {len(chosen)} for {num_images} images; give one or all"
+            f"targets: got {len(chosen)} for {num_images} images; give one, or one for each"
         )
     return chosen if len(chosen) > 1 else chosen * num_images
 
@@ -154,12 +154,12 @@ def _targets(texts: Sequence[str], num_images: int) -> list[Grid]:
 def _target(text: str) -> Grid:
     row, comma, column = text.partition(",")
     if not (comma and row.isdigit() and column.isdigit()):
-        raise ValueError(f"targets: {text!r} is no patch; write row,column, such as 7,7")
+        raise ValueError(f"targets: {text!r} is not a patch; write row,column, such as 7,7")
     return int(row), int(column)
 
 
 def _blocks(sites: str, traces: Traces, attended: int | None) -> list[int]:
-    """The blocks to draw, of those in which something merges."""
+    """The blocks to draw."""
     own = merging_blocks(dict([list(traces.items())[-1]]))
     if not own:
         raise ValueError("nothing merges at this ratio: give a smaller one")
