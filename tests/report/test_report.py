@@ -199,8 +199,8 @@ def test_the_form_to_run_is_told_with_its_code(comparison: Comparison, tmp_path:
     said = " ".join(verdicts(given))
     assert "Run it in PyTorch: 120 images per second at batch 8" in said
     assert (
-        "it predicts another label than the network on 1 image, and another label than the "
-        "original on 60 images (3.00%)."
+        "On all 2,000 evaluated images, model.onnx predicts another label than the network on "
+        "1 image, and another label than the original on 60 images (3.00%)."
     ) in said
     page = render_report(given)
     assert "<pre>scores = 1</pre>" in page

@@ -14,6 +14,7 @@ import ltm
 from ltm.api import unmerged_copy
 from ltm.compression.settings import CompressSettings
 from ltm.data.datasets import open_dataset
+from ltm.models import create_model
 from ltm.training.distillation import set_aside
 from ltm.training.settings import Length
 from ltm.training.trainable import has_lora
@@ -136,10 +137,17 @@ def test_the_same_from_finetune_resumed(trainable: str, flat: Path, tmp_path: Pa
     torch.testing.assert_close(outputs(loaded), outputs(result.model))
 
 
-def test_the_number_of_classes_may_be_said(flat: Path, tmp_path: Path) -> None:
-    ltm.save(network(), tmp_path)
-    result = ltm.finetune(tmp_path, flat, "distil_norms", num_classes=5, epochs=1, **QUICK)
+def test_unlabelled_images_say_nothing_of_the_head(flat: Path, tmp_path: Path) -> None:
+    small = {"num_classes": 5, "img_size": 32, "patch_size": 4, "embed_dim": 24, "depth": 3}
+    model = create_model("vit_tiny_patch16_224", small)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.6))
+    ltm.save(model, tmp_path)
+    said: list[str] = []
+    result = ltm.finetune(
+        tmp_path, flat, "distil_norms", num_classes=5, epochs=1, say=said.append, **QUICK
+    )
     assert outputs(result.model).shape == (8, 5)
+    assert not any("head" in line for line in said)
 
 
 def test_compress_tells_what_tuning_needs() -> None:

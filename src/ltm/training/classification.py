@@ -172,17 +172,21 @@ class Classification(Task):
                     f"warm_epochs is {merge.warm_epochs}: none of {epochs.epochs} epochs merges "
                     "tokens, and the scores are those of the network without merging"
                 )
+        yield from self.describe_head()
+        if self._starts_at_random and trained < total:
+            yield (
+                "warning: the network has random weights, and most of them do not train; "
+                "give --pretrained or --weights"
+            )
+
+    def describe_head(self) -> Iterator[str]:
+        """A line about the head, if it is new or has more classes than the data."""
         if self._new_head:
             yield f"the head is new, for {self.num_classes} classes, and trains"
         elif self.num_classes > (found := self.splits.train.num_classes):
             yield (
                 f"the head keeps its {self.num_classes} classes, as the {found} folders are "
                 f"numbered; --num-classes {found} makes a new one"
-            )
-        if self._starts_at_random and trained < total:
-            yield (
-                "warning: the network has random weights, and most of them do not train; "
-                "give --pretrained or --weights"
             )
 
     @property

@@ -81,6 +81,9 @@ class Distillation(Classification):
         found = classes_of_weights(self.settings.model) if given is None else given.num_classes
         self.num_classes = int(found)
 
+    def describe_head(self) -> Iterator[str]:
+        return iter(())  # the data do not name its classes
+
     def start(self, fabric: Fabric, model: nn.Module) -> Loader:
         batches = super().start(fabric, model)
         self._before = {n: v.detach().cpu().clone() for n, v in _folded(model).items()}
