@@ -67,7 +67,7 @@ def test_training_stops_after_the_step_where_a_callback_was_pressed(
     assert main([*TRAIN, "--epochs", "9", "--output", str(tmp_path)]) == 130
     assert len(steps) == 5
     said = capsys.readouterr()
-    assert "the checkpoint of epoch 1 is kept; continue with --resume auto" in said.out
+    assert "epoch 1 is kept; continue with --resume auto" in said.out
     assert "Traceback" not in said.err
     assert [path.name for path in tmp_path.glob("checkpoints/epoch-*")] == ["epoch-0001"]
 

@@ -316,7 +316,7 @@ def test_what_cannot_be_is_refused(vit, images):
         calibrate(vit, images, budget=0.7, settings=CalibrateSettings(multiple=256))
     with pytest.raises(ValueError, match="a learned support on a sequence has no schedule"):
         calibrate(vit, images, budget=0.7, config=ltm.LTM(support=ltm.Learned()))
-    with pytest.raises(ValueError, match="time_batch: got 64, and 48 images"):
+    with pytest.raises(ValueError, match="time_batch: got 64, but there are only 48"):
         calibrate(vit, images, budget_ms=1.0, settings=CalibrateSettings(time_batch=64))
     with pytest.raises(ValueError, match="trials is 0"):
         CalibrateSettings(trials=0)

@@ -81,7 +81,7 @@ def test_the_schedule_goes_by_images_whoever_resumes(
     first.save(checkpoints, 2, None, [])
     resumed = _trainer(tiny(**groups, data={"batch_size": after}))
     said = resumed.restore_(last(tmp_path.parent, tmp_path.name))
-    assert said.startswith(f"a batch is {after} images of all processes and was {before}")
+    assert said.startswith(f"the total batch is {after} and was {before}")
     whole = _trainer(tiny(**groups, data={"batch_size": after}))
     for epoch in range(2):
         whole.run_epoch(epoch)
