@@ -18,7 +18,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -208,13 +207,13 @@ class MatchedMerge(Merge):
         """Each token's part of its group's weight."""
         return self.weight / total.clamp_min(_TINY).gather(1, self.assignment)
 
-    @cached_property
+    @property
     def _groups(self) -> Float[Tensor, "b kp kn"]:
         """One where a token goes to a place, else zero."""
         places = torch.arange(self.num_places, device=self.assignment.device)
         return (self.assignment[:, None] == places[:, None]).float()
 
-    @cached_property
+    @property
     def _rows(self) -> Int[Tensor, "rows"]:
         """The places of the tokens of all images, one image after the other."""
         return _one_after_the_other(self.assignment, self.num_places)
