@@ -47,6 +47,16 @@ def test_freezing_changes_no_output(name, config):
     assert not any(p.requires_grad for n, p in model.named_parameters() if "merger" in n)
 
 
+def test_a_network_that_timm_did_not_name_is_saved_by_its_own_class(tmp_path):
+    """The folder named a class of ltm, and so did the error."""
+    model, images = prepared("vit", STATIC)
+    ltm.save(model, tmp_path)
+    with pytest.raises(ValueError, match="architecture is 'VisionTransformer', no network of"):
+        ltm.load(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(ltm.load(tmp_path, toy("vit"))(images), model(images))
+
+
 @pytest.mark.parametrize("name", ["vit", "efficientvit"])
 def test_nothing_that_was_never_set_is_saved(name, tmp_path):
     model = toy(name)

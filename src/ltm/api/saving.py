@@ -316,7 +316,7 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
         if isinstance(value, _PLAIN) and name not in FACTORY_ARGUMENTS
     } | arguments
     return {
-        "architecture": known.get("architecture") or type(model).__name__,
+        "architecture": known.get("architecture") or _host_name(model),
         "num_classes": int(getattr(host, "num_classes", 0) or 0),
         "model_args": arguments,
         "pretrained_cfg": _at_size(
@@ -324,6 +324,12 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
             (channels, *image_size),
         ),
     }
+
+
+def _host_name(model: nn.Module) -> str:
+    """The class that a network had before its conversion."""
+    kinds = type(model).__mro__
+    return next(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] != "ltm")
 
 
 def _at_size(known: dict[str, Any], size: tuple[int, int, int]) -> dict[str, Any]:
