@@ -480,6 +480,30 @@ def test_errors_come_before_any_change():
         ltm.collect_statistics_(headless, [pictures("headless")])
 
 
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_a_network_inside_another_is_converted_once(name):
+    """The second conversion ended in KeyError."""
+    whole = nn.Sequential(toy(name))
+    for first, second in ((whole, whole[0]), (whole[0], whole)):
+        ltm.merge_tokens_(first, ltm.LTM(ratio=0.9), size_of(name))
+        with pytest.raises(ValueError, match="already"):
+            ltm.merge_tokens_(second, ltm.ToMe(ratio=0.9), size_of(name))
+        ltm.unmerge_tokens_(first)
+
+
+def test_wrapped_networks_are_refused(tmp_path):
+    """A network in DistributedDataParallel failed an assertion of torch."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    try:
+        for kind in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+            with pytest.raises(ValueError, match=rf"model: got {kind.__name__}; convert the"):
+                ltm.merge_tokens_(kind(toy("vit")), ltm.LTM())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("sites", [(5, 3, 1), (1, 3, 3)])
 def test_sites_with_counts_are_given_once_and_in_order(sites):
     with pytest.raises(ValueError, match=r"sites: got .* in ascending order"):

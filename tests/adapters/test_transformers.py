@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -106,6 +107,84 @@ def test_a_tower_is_converted_and_given_back(name, method):
     assert list(model.state_dict()) == keys
     assert [(type(module), set(vars(module))) for module in model.modules()] == held
     assert torch.equal(run(model, IMAGES), before)
+
+
+PATCHES = {**SIZES, "intermediate_size": 64, "patch_size": 8, "num_patches": 36}
+PADDED = {
+    "siglip2": ("Siglip2VisionModel", "Siglip2VisionConfig", PATCHES),
+    "siglip2_bare": (
+        "Siglip2VisionModel",
+        "Siglip2VisionConfig",
+        {**PATCHES, "vision_use_head": False},
+    ),
+    "siglip2_classes": (
+        "Siglip2ForImageClassification",
+        "Siglip2Config",
+        {"vision_config": PATCHES, "text_config": TEXT, **CLASSES},
+    ),
+}
+
+
+def padded(*shapes):
+    """Patches of images of these shapes, as the processor of SigLIP 2 gives them."""
+    patches = torch.randn(len(shapes), 36, 3 * 8 * 8, generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([height * width for height, width in shapes])
+    there = (torch.arange(36) < lengths[:, None]).long()
+    return {
+        "pixel_values": patches * there[..., None],
+        "pixel_attention_mask": there,
+        "spatial_shapes": torch.tensor(shapes),
+    }
+
+
+@torch.no_grad()
+def answer(model, **given):
+    out = model(**given)
+    names = ("logits", "pooler_output", "last_hidden_state")
+    return next(getattr(out, name) for name in names if getattr(out, name, None) is not None)
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("method", ["ltm", "tome"])
+def test_a_tower_of_patches_is_converted_and_given_back(name, method, tmp_path):
+    """SigLIP 2: images have their own shapes, and padding never merges."""
+    kind, config, settings = PADDED[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**settings)).eval()
+    given, convert = padded((6, 6), (4, 5), (3, 9)), methods()[method]
+    before = answer(model, **given)
+    held = [(type(module), set(vars(module))) for module in model.modules()]
+    ltm.merge_tokens_(model, convert(ratio=1))
+    assert torch.equal(answer(model, **given), before)
+    ltm.unmerge_tokens_(model)
+    assert 0.7 < ltm.merge_tokens_(model, convert(ratio=0.8)).share <= 0.8
+    after = answer(model, **given)
+    assert model.token_merging.sizes.sum(dim=1).tolist() == [36, 20, 27]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(answer(twin, **given), after)
+    assert torch.equal(answer(ltm.load(ltm.save(model, tmp_path)), **given), after)
+    assert next(iter(ltm.merge_maps(model, IMAGES).values())).shape[:2] == (3, 36)
+    ltm.unmerge_tokens_(model)
+    assert [(type(module), set(vars(module))) for module in model.modules()] == held
+    assert torch.equal(answer(model, **given), before)
+
+
+def test_a_tower_of_patches_takes_images_where_verbs_give_them(tmp_path):
+    """Whether it merges or not; images are those that the processor would cut."""
+    kind, config, settings = PADDED["siglip2_classes"]
+    torch.manual_seed(0)
+    getattr(transformers, kind)(getattr(transformers, config)(**settings)).save_pretrained(tmp_path)
+    model = ltm.ModelSource(model=f"hf:{tmp_path}").load()
+    theirs = getattr(transformers, kind).from_pretrained(tmp_path).eval()
+    processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=36)
+    image = Image.fromarray((255 * torch.rand(48, 48, 3)).byte().numpy())
+    given = processor(image, return_tensors="pt")
+    pixels = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None] / 127.5 - 1
+    with torch.no_grad():
+        torch.testing.assert_close(model(pixels), answer(theirs, **given))
+        ltm.merge_tokens_(model, ltm.ToMe(ratio=0.8), 48)
+        ltm.merge_tokens_(theirs, ltm.ToMe(ratio=0.8))
+        torch.testing.assert_close(model(pixels), answer(theirs, **given))
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -252,6 +331,14 @@ def test_what_cannot_be_converted_is_refused():
     ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
     with pytest.raises(ValueError, match="do not fit merged ones"):
         run(model, IMAGES, attention_mask=(torch.rand(3, 37) > 0.5))
+
+
+def test_networks_of_no_family_are_refused_by_name():
+    """What says nothing of its images was asked for their size instead."""
+    settings = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "embedding_size": 8}
+    model = transformers.ResNetModel(transformers.ResNetConfig(**settings))
+    with pytest.raises(ValueError, match="ResNetModel has no block that can merge tokens"):
+        ltm.merge_tokens_(model, ltm.LTM())
 
 
 def test_transformers_is_not_imported_for_others():

@@ -11,7 +11,22 @@ from ltm.adapters import relative as relative
 from ltm.adapters import naflex as naflex
 
 # isort: on
-from ltm.adapters.base import Adapter, Conversion, adapter_of, adapters, select_adapter
+from ltm.adapters.base import (
+    Adapter,
+    Conversion,
+    adapter_of,
+    adapters,
+    find_adapter,
+    select_adapter,
+)
 from ltm.adapters.grids import shrunk_maps
 
-__all__ = ["Adapter", "Conversion", "adapter_of", "adapters", "select_adapter", "shrunk_maps"]
+__all__ = [
+    "Adapter",
+    "Conversion",
+    "adapter_of",
+    "adapters",
+    "find_adapter",
+    "select_adapter",
+    "shrunk_maps",
+]

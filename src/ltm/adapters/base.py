@@ -142,6 +142,13 @@ class Adapter(ABC):
     def give_scores_(self, model: nn.Module) -> None:  # noqa: B027 - timm's networks do
         """Let a classifier of another package take images and give scores, as timm's do."""
 
+    def image_size(self, model: nn.Module) -> int | tuple[int, int] | None:
+        """The images that such a network is for, where it does not say so as timm's do."""
+        return None
+
+    def take_images_(self, model: nn.Module) -> None:  # noqa: B027 - most networks do
+        """Let a network that takes something else take images."""
+
     def host_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Arguments with which timm makes the network again, besides those of all networks."""
         return {}
@@ -204,15 +211,20 @@ def import_families(packages: Iterable[str]) -> None:
         import_module(_FAMILIES_OF[package])
 
 
+def find_adapter(model: nn.Module) -> Adapter | None:
+    """The family that a model belongs to, if there is one."""
+    import_families(type(module).__module__.partition(".")[0] for module in model.modules())
+    return next((adapter for adapter in _ADAPTERS if adapter.finds(model)), None)
+
+
 def select_adapter(model: nn.Module) -> Adapter:
     """The family that a model belongs to; what cannot be converted is refused by name."""
-    import_families(type(module).__module__.partition(".")[0] for module in model.modules())
-    for adapter in _ADAPTERS:
-        if adapter.finds(model):
-            reason = adapter.refusal(model)
-            if reason is not None:
-                raise ValueError(f"model: {type(model).__name__} cannot be converted: {reason}")
-            return adapter
+    adapter = find_adapter(model)
+    if adapter is not None:
+        reason = adapter.refusal(model)
+        if reason is not None:
+            raise ValueError(f"model: {type(model).__name__} cannot be converted: {reason}")
+        return adapter
     known = "; ".join(adapter.covers for adapter in _ADAPTERS)
     raise ValueError(
         f"model: {type(model).__name__} has no block that can merge tokens. Known are: {known}."

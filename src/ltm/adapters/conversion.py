@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ltm.adapters.base import Conversion, adapter_of, select_adapter
+from ltm.adapters.base import Conversion, adapter_of, find_adapter, select_adapter
 from ltm.adapters.blocks import TokenState, become_
 from ltm.adapters.planning import OutOfReachError, Planner, require_macs
 from ltm.core.cost import count_macs, meta_copy, meta_images
@@ -73,7 +73,9 @@ def mergers_of(model: nn.Module) -> dict[str, Merger]:
 
 def macs_of(model: nn.Module, image_size: tuple[int, int]) -> int:
     """MACs of one image as plans count them: mask modules at work, also before statistics."""
-    shadow = meta_copy(model)
+    shadow, adapter = meta_copy(model), find_adapter(model)
+    if adapter is not None:
+        adapter.take_images_(shadow)
     for merger in mergers_of(shadow).values():
         merger.activate_()
     return require_macs(shadow, meta_images(shadow, image_size))
@@ -82,6 +84,7 @@ def macs_of(model: nn.Module, image_size: tuple[int, int]) -> int:
 def macs_without(model: nn.Module, image_size: tuple[int, int]) -> int:
     """MACs of one image in a converted model as it was before."""
     shadow = meta_copy(model)
+    adapter_of(getattr(model, ATTRIBUTE).family).take_images_(shadow)
     revert_(shadow)
     return count_macs(shadow, meta_images(shadow, image_size))
 

@@ -73,6 +73,7 @@ class Planner:
     ) -> None:
         self.adapter = adapter
         self.shadow = meta_copy(model)
+        adapter.take_images_(self.shadow)
         images = meta_images(self.shadow, image_size)
         self.macs_before = require_macs(self.shadow, images)
         self._counter = _MacCounter(self.shadow, images)

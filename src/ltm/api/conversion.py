@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ltm.adapters import Conversion, adapter_of
-from ltm.adapters.blocks import Record
+from ltm.adapters import Conversion, adapter_of, find_adapter, select_adapter
+from ltm.adapters.blocks import MergingMixin, Record
 from ltm.adapters.conversion import (
     ATTRIBUTE,
     adopt_,
@@ -77,10 +77,16 @@ def merge_tokens_(
         raise TypeError(
             f"config: got {type(config).__name__}; give a method's config, such as ltm.LTM()."
         )
-    if is_merging(model):
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(
-            "model: it merges tokens already; use unmerge_tokens_ or set_ratio_ to change it."
+            f"model: got {type(model).__name__}; convert the network before it is wrapped."
         )
+    if any(isinstance(module, MergingMixin) for module in model.modules()):
+        raise ValueError(
+            "model: it merges tokens already; use unmerge_tokens_ or set_ratio_ on the network "
+            "that was converted."
+        )
+    select_adapter(model)  # which says why not before the size is asked for
     convert_(model, config, image_size_of(model, image_size))
     return report(model)
 
@@ -212,10 +218,10 @@ def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) 
     known = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     if "input_size" in known:
         return tuple(known["input_size"][-2:])
-    for module in model.modules():
-        size: Any = getattr(getattr(module, "config", None), "image_size", None)
-        if size is not None:  # a network of transformers
-            return _pixels(size)
+    adapter = find_adapter(model)
+    own = None if adapter is None else adapter.image_size(model)
+    if own is not None:
+        return _pixels(own)
     raise ValueError("image_size: the model does not say; give it, for example image_size=224.")
 
 

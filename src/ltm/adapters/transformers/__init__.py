@@ -5,5 +5,6 @@ from ltm.adapters.transformers import (
     dinov2 as dinov2,
     dinov3 as dinov3,
     siglip as siglip,
+    siglip2 as siglip2,
     vit as vit,
 )

@@ -232,7 +232,7 @@ class SizedAttention(Swapped):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         tokens = self.sized.state.left_by(self.sized.index)
-        if tokens.size is not None:
+        if tokens.merges and tokens.size is not None:
             heads = cast("Any", self).num_heads
             bias = size_bias(tokens.size, query.dtype)[:, 0].expand(key.shape[0], -1, -1)
             options["attn_mask"] = bias.repeat_interleave(heads, dim=0)
@@ -246,12 +246,13 @@ class MergingTower(Swapped):
     """
 
     def forward(self, pixel_values: Any = None, *args: Any, **options: Any) -> Any:
-        if options.get("attention_mask") is not None and _merges(self):
+        if options.get("attention_mask") is not None and merges(self):
             raise ValueError("attention_mask: masks of the original tokens do not fit merged ones.")
         return super().forward(pixel_values, *args, **options)
 
 
-def _merges(tower: nn.Module) -> bool:
+def merges(tower: nn.Module) -> bool:
+    """Whether a layer of it merges tokens now."""
     layers = [module for module in tower.modules() if isinstance(module, MergingLayer)]
     return any(layer.merger is not None and layer.slot.state.merging for layer in layers)
 
@@ -317,6 +318,8 @@ class TowerAdapter(Adapter):
     """Those that read the mean of its patch tokens."""
     reads_class_token: ClassVar[bool] = False
     """Whether those read the class token too."""
+    pools: ClassVar[type[MeanPooled]] = MeanPooled
+    """What those become."""
 
     def tower(self, model: nn.Module) -> Any:
         """The part that sees images."""
@@ -341,6 +344,7 @@ class TowerAdapter(Adapter):
         has_classes = hasattr(model, "classifier") or hasattr(model, "cls_classifier")
         if has_classes and not isinstance(model, Classifier):
             become_too_(model, Classifier)
+        self.take_images_(model)
 
     def refusal(self, model: nn.Module) -> str | None:
         towers = [name for name, m in model.named_modules() if isinstance(m, self.hosts)]
@@ -360,7 +364,8 @@ class TowerAdapter(Adapter):
         return None if chosen in _BIASED else _unbiased(chosen)
 
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
-        tower, patch = self.tower(model), _patch(self.tower(model))
+        tower = self.tower(model)
+        patch = self.patch(tower)
         height, width = image_size[0] // patch[0], image_size[1] // patch[1]
         paths = {module: name for name, module in model.named_modules()}
         width_ = tower.config.hidden_size
@@ -390,19 +395,36 @@ class TowerAdapter(Adapter):
             kind = swapped(self.layer, type(layer))
             convert_block_(layer, config, slot, kind, *self.projections(layer))
             layer.num_prefix = num_prefix(tower)
-        tower.embeddings.opened, tower.embeddings.patch = state, _patch(tower)
-        become_too_(tower.embeddings, MergingEmbeddings)
-        become_too_(tower, MergingTower)
+        self.open_(tower, state)
         if hasattr(tower, "head"):
-            tower.head.attention.sized = slots[-1]
-            become_too_(tower.head.attention, SizedAttention)
+            self.pool_(tower.head, slots[-1])
         top = next(_pretrained(*model.modules()))
         if host_of(top) in self.mean_pooled:
             top.pooled, top.num_prefix = slots[-1], num_prefix(tower)
             top.reads_class_token = self.reads_class_token
-            become_too_(top, MeanPooled)
+            become_too_(top, self.pools)
         else:
             become_too_(top, MergingModel)
+
+    def image_size(self, model: nn.Module) -> int | tuple[int, int] | None:
+        return self.tower(model).config.image_size
+
+    def patch(self, tower: Any) -> tuple[int, int]:
+        """The sides of a patch."""
+        convolutions = (m for m in tower.embeddings.modules() if isinstance(m, nn.Conv2d))
+        height, width = next(convolutions).kernel_size
+        return height, width
+
+    def open_(self, tower: Any, state: TokenState) -> None:
+        """Have the tower open the state at the start of a forward."""
+        tower.embeddings.opened, tower.embeddings.patch = state, self.patch(tower)
+        become_too_(tower.embeddings, MergingEmbeddings)
+        become_too_(tower, MergingTower)
+
+    def pool_(self, head: Any, slot: Slot) -> None:
+        """Have a pooling head count tokens by the sizes that a slot leaves."""
+        head.attention.sized = slot
+        become_too_(head.attention, SizedAttention)
 
     def revert_(self, model: nn.Module) -> None:
         for layer in self.units(model):
@@ -413,13 +435,6 @@ class TowerAdapter(Adapter):
                 if isinstance(module, Swapped):
                     vars(module).pop(name, None)
             become_(module, _before(module))
-
-
-def _patch(tower: Any) -> tuple[int, int]:
-    """The sides of a patch."""
-    convolutions = (m for m in tower.embeddings.modules() if isinstance(m, nn.Conv2d))
-    height, width = next(convolutions).kernel_size
-    return height, width
 
 
 def num_prefix(tower: Any) -> int:
