@@ -56,7 +56,7 @@ def headline() -> str:
         f"**ViT-Ti on ImageNet at {100 * row['budget']:.0f}% of the multiply-adds: "
         f"{faster:.2f}x as fast on an H200, "
         f"top-1 {100 * row['top1']:.2f}, was {100 * top1('base', 1.0):.2f}** "
-        f"({low:+.1f} to {high:+.1f} points).\n"
+        f"(95% interval {low:+.1f} to {high:+.1f}).\n"
     )
 
 
