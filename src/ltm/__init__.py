@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     )
     from ltm.training.settings import TrainSettings as TrainSettings
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "ltm.api": (
