@@ -24,7 +24,7 @@ all: $(INSTALLED)
 	$(PYTEST)
 
 quick: $(INSTALLED)
-	$(PYTEST) -m "not slow and not exhaustive"
+	$(PYTEST) -m "not slow and not exhaustive" tests/core tests/methods tests/adapters tests/api
 
 # Damaged files of every format, many more than `test` tries.
 fuzz: export LTM_FUZZ_CASES ?= 1000

@@ -35,26 +35,16 @@ settings.load_profile("fixed")
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-OUTER = (
-    "fuzz",
-    "calibration",
-    "deployment",
-    "detection",
-    "evaluation",
-    "reproduction",
-    "report",
-    "training",
-    "web",
-)
-
-
 MODELS = ("vit", "eva", "relative", *GRIDS)
 """Toys that meet every method. The others are their relatives, and meet LTM and one other."""
 
 
 def is_repetition(name: object, method: object) -> bool:
     """Whether a pair of a toy and a method, or its settings, repeats what other pairs show."""
-    peers, relatives = ["ltmp", "tofu", "tome"], [toy for toy in TOYS if toy not in MODELS]
+    from ltm.methods import DEFAULT, methods
+
+    relatives = [toy for toy in TOYS if toy not in MODELS]
+    peers = sorted(methods().keys() - {DEFAULT})
     method = getattr(method, "name", method)
     if name not in relatives or method not in peers:
         return False
@@ -62,7 +52,7 @@ def is_repetition(name: object, method: object) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The quick tier sees the inner rooms, one network of each table, and no real weights."""
+    """The quick tier sees one network of each table, and no real weights."""
     grids = ("swin", "mobilevit", "efficientvit")
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
@@ -75,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         another |= item.name.startswith("test_swin_")
         another |= item.get_closest_marker("real") is not None
-        if another or item.path.parent.name in OUTER or item.path.name.startswith("test_a_new_"):
+        if another:
             item.add_marker(pytest.mark.slow)
 
 

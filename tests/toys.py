@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import timm
 import torch
@@ -151,6 +152,19 @@ def _toy(name: str) -> nn.Module:
         if parameter.ndim == 1 and bool((parameter == 0).all()):
             torch.nn.init.normal_(parameter, std=0.02)
     return settled(model, size_of(name))
+
+
+def fits(config: Any, name: str) -> bool:
+    """Whether a method can merge this toy."""
+    return name in SEQUENCES or not config.sequences_only
+
+
+def pairs(names: Iterable[str] = TOYS) -> list[tuple[str, str]]:
+    """Every method with each of these toys that it can merge, as `(method, name)`."""
+    from ltm.methods import methods  # not before conftest has had the shapes checked
+
+    known = sorted(methods().items())
+    return [(method, name) for name in names for method, config in known if fits(config, name)]
 
 
 def settled(model: nn.Module, size: int) -> nn.Module:

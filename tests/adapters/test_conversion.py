@@ -14,15 +14,9 @@ import ltm.api
 from ltm.api import collect_statistics_, mergers
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.methods import methods
-from toys import GRIDS, SEQUENCES, TOYS, VARIANTS, pictures, size_of, toy
+from toys import GRIDS, SEQUENCES, TOYS, VARIANTS, pairs, pictures, size_of, toy
 
-CASES = [
-    (method, name)
-    for method, config in sorted(methods().items())
-    for name in (("vit", "pooled") if config.sequences_only else TOYS)
-]
-
-EVERYWHERE = sorted(name for name, config in methods().items() if not config.sequences_only)
+FAMILIES = ("vit", "swin", "mobilevit", "efficientvit")
 
 
 def config(method, **settings):
@@ -62,7 +56,7 @@ def run(model, images):
     return model(images)
 
 
-@pytest.mark.parametrize(("method", "name"), CASES)
+@pytest.mark.parametrize(("method", "name"), pairs())
 def test_ratio_one_is_the_identity(method, name):
     model, images = toy(name), pictures(name)
     before = run(model, images)
@@ -71,7 +65,7 @@ def test_ratio_one_is_the_identity(method, name):
     torch.testing.assert_close(run(model, images), before, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("method", "name"), CASES)
+@pytest.mark.parametrize(("method", "name"), pairs())
 def test_a_budget_is_met_and_merging_happens(method, name):
     images, ratio = pictures(name), reachable(method, name)
     before = run(toy(name), images)
@@ -89,7 +83,7 @@ def test_a_budget_is_met_and_merging_happens(method, name):
     )
 
 
-@pytest.mark.parametrize(("method", "name"), CASES)
+@pytest.mark.parametrize(("method", "name"), pairs())
 def test_undoing_gives_the_model_back(method, name):
     model, images = toy(name), pictures(name)
     before, keys, kinds = (
@@ -104,7 +98,7 @@ def test_undoing_gives_the_model_back(method, name):
     assert torch.equal(run(model, images), before)
 
 
-@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_undoing_gives_a_frozen_model_back(name):
     model, images = toy(name), pictures(name)
     before, kinds = run(model, images), [type(m) for m in model.modules()]
@@ -114,7 +108,7 @@ def test_undoing_gives_a_frozen_model_back(name):
     assert torch.equal(run(model, images), before)
 
 
-@pytest.mark.parametrize(("method", "name"), CASES)
+@pytest.mark.parametrize(("method", "name"), pairs())
 def test_original_checkpoints_load(method, name):
     model, weights = converted(method, name), toy(name).state_dict()
     own = {key: value.clone() for key, value in model.state_dict().items() if "merger" in key}
@@ -186,15 +180,14 @@ def test_a_checkpoint_with_a_part_of_a_merger_is_refused():
     assert model.load_state_dict(weights, strict=False).missing_keys == [missing]
 
 
-@pytest.mark.parametrize(("method", "name"), CASES)
+@pytest.mark.parametrize(("method", "name"), pairs())
 def test_a_prediction_does_not_depend_on_its_batch(method, name):
     model, images = converted(method, name), pictures(name, batch=5)
     alone = torch.cat([run(model, image[None]) for image in images])
     torch.testing.assert_close(run(model, images), alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", TOYS)
-@pytest.mark.parametrize("method", EVERYWHERE)
+@pytest.mark.parametrize(("method", "name"), pairs())
 def test_copies_are_independent_and_alike(method, name):
     model, images = converted(method, name), pictures(name)
     expected = run(model, images)
@@ -203,8 +196,7 @@ def test_copies_are_independent_and_alike(method, name):
         assert twin.token_merging.state is not model.token_merging.state
 
 
-@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
-@pytest.mark.parametrize("method", EVERYWHERE)
+@pytest.mark.parametrize(("method", "name"), pairs(FAMILIES))
 def test_two_threads_do_not_disturb_each_other(method, name):
     model = converted(method, name)
     batches = [pictures(name, batch=2), pictures(name, batch=3).flip(-1)]
@@ -227,8 +219,7 @@ def test_two_threads_do_not_disturb_each_other(method, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["vit", "pooled", "swin", "mobilevit", "efficientvit"])
-@pytest.mark.parametrize("method", EVERYWHERE)
+@pytest.mark.parametrize(("method", "name"), pairs([*FAMILIES, "pooled"]))
 def test_extreme_merging_in_half_precision_at_batch_one(method, name, dtype):
     model = converted(method, name, per_block=0.2)
     with torch.autocast("cpu", dtype):
@@ -248,7 +239,7 @@ LEARNERS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("settings", LEARNERS, ids=str)
 def test_gradients_reach_every_mask_parameter_and_nothing_frozen_moves(settings, name):
     model, images = toy(name), pictures(name, batch=4)
@@ -310,7 +301,7 @@ def test_the_letter_gives_a_weight_to_tokens_outside_the_support(space):
         assert bool((outside > share).all() if share else (outside == 0).all())
 
 
-@pytest.mark.parametrize("name", ["vit", "swin", "mobilevit", "efficientvit"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_noise_only_in_training(name):
     model, images = toy(name), pictures(name)
     ltm.merge_tokens_(model, ltm.LTM(ratio=0.8, support=ltm.Learned()), size_of(name))
@@ -337,7 +328,7 @@ def test_order_of_tokens(name):
     assert sorted_places == {"ltm": True, "tome": False}
 
 
-@pytest.mark.parametrize(("method", "name"), [c for c in CASES if c[1] != "headless"])
+@pytest.mark.parametrize(("method", "name"), pairs(n for n in TOYS if n != "headless"))
 def test_maps_come_from_the_original_patches(method, name):
     model, images = converted(method, name), pictures(name)
     maps = ltm.merge_maps(model, images)

@@ -19,7 +19,7 @@ from ltm.adapters.blocks import _taken_up
 from ltm.adapters.grids import SizedPool
 from ltm.api import merging_off, set_ratio_, watching
 from ltm.methods import methods
-from toys import GRIDS, SEQUENCES, TOYS, pictures, size_of, toy
+from toys import GRIDS, SEQUENCES, TOYS, pairs, pictures, size_of, toy
 
 
 def convert(model, name, **settings):
@@ -27,8 +27,7 @@ def convert(model, name, **settings):
     return model
 
 
-@pytest.mark.parametrize("name", [n for n in TOYS if n != "distilled"])
-@pytest.mark.parametrize("method", sorted(methods()))
+@pytest.mark.parametrize(("method", "name"), pairs(n for n in TOYS if n != "distilled"))
 def test_intermediates_have_their_nominal_size(name, method):
     model, images = toy(name), pictures(name)
     expected = [f.shape for f in model.forward_intermediates(images, intermediates_only=True)]
@@ -582,8 +581,9 @@ def test_a_site_hands_on_to_later_ones_of_its_stage(merging, starts, taken_up):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", [n for n in SEQUENCES if n not in ("eva02", "beit")])
-@pytest.mark.parametrize("method", sorted(methods()))
+@pytest.mark.parametrize(
+    ("method", "name"), pairs(n for n in SEQUENCES if n not in ("eva02", "beit"))
+)
 def test_an_empty_batch_gives_an_empty_result(method, name, frozen):
     """As without merging. In 0.1.0 LTMP looked for the longest of no images: a RuntimeError."""
     model = toy(name)
@@ -595,8 +595,7 @@ def test_an_empty_batch_gives_an_empty_result(method, name, frozen):
     assert model(empty).shape == expected
 
 
-@pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("method", sorted(methods()))
+@pytest.mark.parametrize(("method", "name"), pairs(GRIDS))
 def test_an_empty_batch_is_refused_where_timm_takes_none(method, name):
     """In 0.1.0 a RuntimeError about a reshape inside timm."""
     model, empty = toy(name), pictures(name)[:0]
