@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,14 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """At the end all of it goes, in good order."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Shells let background jobs ignore Ctrl-C, and so would all that the tests start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

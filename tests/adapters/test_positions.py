@@ -82,6 +82,20 @@ def test_padding_never_merges(name, method):
     torch.testing.assert_close(model(alone), before[:1])
 
 
+@pytest.mark.parametrize("form", ["masked", "letter"])
+@torch.no_grad()
+def test_the_mask_of_a_batch_meets_images_of_other_padding(form):
+    """The batch shares its logits; sizes, and so the masks, are of every image."""
+    model, given = toy("naflex"), padded()
+    support = ltm.Learned(scope="batch", mask_form=form)
+    ltm.merge_tokens_(model, ltm.LTM(per_block=0.6, support=support), 48)
+    ltm.collect_statistics_(model, [(torch.randn(2, 3, 48, 48), torch.arange(2))])
+    model.train()(given)
+    together = model.eval()(given)
+    alone = {key: value[:1] for key, value in given.items()}
+    torch.testing.assert_close(model(alone), together[:1])
+
+
 @torch.no_grad()
 def test_only_padding_leaves_where_there_is_enough_of_it():
     model, given = toy("naflex"), padded(valid=20)

@@ -23,7 +23,6 @@ from ltm.core.merge import (
     Merge,
     kronecker,
     row_normalise,
-    token_sizes,
 )
 from ltm.core.schedule import Grid
 from ltm.core.support import (
@@ -262,15 +261,17 @@ class LearnedMerger(LTMMerger):
     def _letter(self, tokens: Tensor, hints: Hints, support: Tensor, logits: Tensor) -> Merge:
         """Softmax of the product `G~ o M`: tokens outside the support weigh as if s were 0."""
         k = self.site.num_prefix
-        # One image is enough while all sizes are one: images may then share the mask, too.
-        size = self._counted(tokens[:1] if hints.size is None else tokens, hints)
-        mask = _softmax_of(support, size, logits[..., None])
+        mask = _softmax_of(support, self._counted(tokens, hints), logits[..., None])
         return DenseMerge(mask=mask, share=_shares(support), num_prefix=k)
 
     def _counted(self, tokens: Tensor, hints: Hints) -> Float[Tensor, "_ n"]:
-        """How much each patch token counts in the mask: its size, or one."""
+        """How much each patch token counts in the mask: its size, or one.
+
+        A single row where all images share their sizes: they may share the mask, too.
+        """
         size = hints.size if self.settings.by_size else None
-        return token_sizes(tokens, size)[:, self.site.num_prefix :].float()
+        size = tokens.new_ones(1, tokens.shape[1]) if size is None else size
+        return size[:, self.site.num_prefix :].float()
 
     def _token_space(self, tokens: Tensor, hints: Hints, support: Tensor) -> Decision:
         """The paper's form: the gradient of the whole mask, `Z V^T`, with one row per token."""
