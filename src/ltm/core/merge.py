@@ -266,11 +266,7 @@ def _over(mask: Tensor, total: Tensor) -> Tensor:
 
 
 def _beside_prefix(x: Tensor, num_prefix: int, merged: Tensor) -> Tensor:
-    """The prefix before what was merged; all images may share `x`, though not the merge."""
-    if not num_prefix:
-        return merged
-    prefix = x[:, :num_prefix]
-    return torch.cat([prefix.expand(merged.shape[0], *prefix.shape[1:]), merged], dim=1)
+    return torch.cat([x[:, :num_prefix], merged], dim=1) if num_prefix else merged
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -234,14 +234,19 @@ class LearnedMerger(LTMMerger):
 
     def _batch_logits(
         self, tokens: Tensor, hints: Hints, step: Step | None
-    ) -> Float[Tensor, "1 n"] | None:
+    ) -> Float[Tensor, "_ n"] | None:
         """The logits of the patches, one set for the whole batch."""
         k = self.site.num_prefix
         if not self.training:
             running = _resample(self.running_logits, tokens.shape[1] - k)
-            return None if step is None else running[None]
+            return None if step is None else self._as_sizes(running[None], hints)
         logits, _ = weigh(tokens, hints.size, hints.carry, step, k)
-        return None if logits is None else self._shared(logits)
+        return None if logits is None else self._as_sizes(self._shared(logits), hints)
+
+    @staticmethod
+    def _as_sizes(shared: Float[Tensor, "1 n"], hints: Hints) -> Float[Tensor, "_ n"]:
+        """For every image where each has sizes, and so a mask, of its own."""
+        return shared if hints.size is None else shared.expand(hints.size.shape[0], -1)
 
     def _shared(self, logits: Tensor) -> Tensor:
         """The mean logits of a batch; updates the running mean, which evaluation uses."""
