@@ -272,21 +272,21 @@ class MethodConfig(ABC):
     - nested settings, settings with one value per site, compatibility with old files:
       `settings_types`, `from_settings`, `to_settings`, `per_site`, `earlier`, `later`
 
-    The amount of merging is given in one of four ways:
-
-    ratio: share of the original network's MACs, the method's own cost included. The default is
-        0.7, or half of what can be saved on a network that cannot go so low.
-    per_block: share of tokens that every block keeps, as in the paper; it compounds.
-    counts: tokens left after each site, prefix excluded; `(height, width)` pairs on grids.
-    num_tokens: tokens that leave a sequence network, prefix excluded, in the order of their
-        positions. The last block does not merge unless `sites` says so: language models often read
-        the tokens that enter it.
+    The amount of merging is given in one of four ways: `ratio`, `per_block`, `counts` or
+    `num_tokens`.
     """
 
     ratio: float | None = None
+    """Share of the original network's MACs, the method's own cost included. The default is 0.7, or
+    half of what can be saved on a network that cannot go so low."""
     per_block: float | None = None
+    """Share of tokens that every block keeps, as in the paper; it compounds."""
     counts: tuple[Count, ...] | None = None
+    """Tokens left after each site, prefix excluded; `(height, width)` pairs on grids."""
     num_tokens: Annotated[int, Within(1, 10**6)] | None = None
+    """Tokens that come out of a sequence network, prefix excluded, in the order of their positions.
+    The last block does not merge unless `sites` says so: language models often read the tokens that
+    enter it."""
     sites: tuple[int, ...] | None = None
     """The blocks that merge, counted from 0; None leaves the choice to the method."""
     proportional_attention: bool = True
