@@ -180,6 +180,14 @@ def test_the_card_names_files_without_the_folders_of_a_machine(
     }
 
 
+def test_the_card_repeats_a_call_from_python(comparison: Comparison, tmp_path: Path) -> None:
+    call = "ltm.compress('vit', '/home/me/my data/val', ratio=0.5, compare=('tome',))"
+    given = dataclasses.replace(comparison, data="/home/me/my data/val", command=call)
+    text = write_card(given, tmp_path).read_text(encoding="utf-8")
+    assert "\n    ltm.compress('vit', 'val', ratio=0.5, compare=('tome',))\n" in text
+    assert "/home" not in text
+
+
 def test_what_gains_nothing_gets_a_reason_and_advice(comparison: Comparison) -> None:
     said = " ".join(verdicts(comparison))
     assert "No gain in PyTorch at batch 1: matching adds small operators" in said

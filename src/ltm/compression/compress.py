@@ -208,7 +208,8 @@ def compress(
     return CompressResult(
         model=job.models.get(job.settings.method),
         comparison=job.comparison(
-            weights or origin, command or _python_call(job.name, data, job.settings)
+            weights or origin,
+            command or _python_call(model, data, job),
         ),
         illustrations=tuple(job.illustrations),
         class_names=job.class_names,
@@ -217,8 +218,9 @@ def compress(
     )
 
 
-def _python_call(name: str, data: str, settings: CompressSettings) -> str:
+def _python_call(model: Network, data: str, job: _Compression) -> str:
     """The call that repeats a run, with every setting that differs from its default."""
+    settings, name = job.settings, str(model) if isinstance(model, str | Path) else job.name
     given = (f.name for f in fields(settings) if getattr(settings, f.name) != f.default)
     words = [f"{setting}={getattr(settings, setting)!r}" for setting in given]
     return f"ltm.compress({', '.join([repr(name), repr(data), *words])})"

@@ -26,23 +26,23 @@ from ltm.core.validation import require_least
 from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, clean_batch, in_full_precision
 
 _FINEST = 8
-"""Where a network begins at a coarser stride than this, finer maps are made from its first."""
+"""If the finest stride of a network is coarser, finer maps are made from its first map."""
 _POOLED = {"box": 7, "mask": 14}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskRCNNConfig(DetectorConfig):
-    """A Mask R-CNN detector: what it is made of."""
+    """The settings of a Mask R-CNN detector."""
 
     task = "mask_rcnn"
 
     backbone: str = "efficientvit_b1"
     image_size: Size = (800, 1333)
-    """The shorter side of resized images, and what the longer one may not exceed."""
+    """The shorter side of resized images, and the limit of the longer one."""
     width: int = 256
     """Channels of the feature pyramid network and of the heads."""
     regions_per_image: int = 512
-    """Regions of an image on which the heads are trained."""
+    """Regions per image on which the heads are trained."""
 
     @property
     def padded_size(self) -> Size:
@@ -61,8 +61,8 @@ class MaskRCNNConfig(DetectorConfig):
 class MaskRCNN(TorchvisionMaskRCNN):
     """Mask R-CNN + FPN on a pyramid.
 
-    Anchors and pooled regions follow the pyramid's strides, whatever the aspect of an image, and
-    boxes are in full precision also under autocast.
+    Anchors and pooled regions follow the pyramid's strides, whatever the aspect of an image. Boxes
+    are in full precision, also under autocast.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MaskRCNN(TorchvisionMaskRCNN):
         anchor_scale: int = 8,
         **options: Any,
     ) -> None:
-        """Put the parts together.
+        """Assemble the detector.
 
         Args:
             pyramid: The network.
@@ -130,7 +130,7 @@ class _PyramidFPN(nn.Module):
 
     def __init__(self, pyramid: Pyramid, width: int) -> None:
         super().__init__()
-        # Maps of stride 2 are too large to be worth it.
+        # Maps of stride 2 cost more than they help.
         self.skipped = sum(stride < 4 for stride in pyramid.strides)
         strides = list(pyramid.strides[self.skipped :])
         channels = list(pyramid.channels[self.skipped :])
@@ -141,7 +141,7 @@ class _PyramidFPN(nn.Module):
             channels.insert(0, channels[0])
         self.pyramid = pyramid
         self.finer = nn.ModuleList(finer)
-        # Normalised, so that it also trains from scratch.
+        # With normalisation it also trains from scratch.
         self.fpn = FeaturePyramidNetwork(
             channels, width, extra_blocks=LastLevelMaxPool(), norm_layer=_group_norm
         )
@@ -175,7 +175,7 @@ def _finer(channels: int) -> nn.Sequential:
 
 
 class StridedAnchors(AnchorGenerator):
-    """Anchors at known strides, where torchvision's divides sizes and rounds down."""
+    """Anchors at known strides; torchvision guesses strides from sizes, rounding down."""
 
     def __init__(self, strides: Sequence[int], scale: int) -> None:
         super().__init__(
@@ -193,7 +193,7 @@ class StridedAnchors(AnchorGenerator):
 
 
 def strided_pool(strides: Sequence[int], size: int) -> MultiScaleRoIAlign:
-    """Region pooling at known strides, which torchvision guesses from the first batch."""
+    """Region pooling at known strides; torchvision guesses strides from the first batch."""
     names = [str(level) for level in range(len(strides))]
     pool = MultiScaleRoIAlign(featmap_names=names, output_size=size, sampling_ratio=2)
     pool.scales = [1 / stride for stride in strides]

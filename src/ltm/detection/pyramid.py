@@ -1,6 +1,6 @@
 """Any network as a pyramid: feature maps of known channels and strides, for images of any size.
 
-And what all detectors on pyramids share: their config, targets, and heads in full precision.
+Also what all detectors share: their config, clean targets, and heads in full precision.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Size = tuple[int, int]
 class Pyramid(nn.Module):
     """A network's feature maps, from fine to coarse.
 
-    Images are padded to what the network accepts, and the maps cut back, so that a map of stride s
-    has `ceil(side / s)` cells a side. Where merging has shrunk a map it is resampled to that size,
-    or handed on as it is (`restore=False`). A network with one resolution (a ViT) becomes a simple
-    pyramid, as in ViTDet.
+    Images are padded to a size that the network accepts, and the maps are cut back: a map of stride
+    s has `ceil(side / s)` cells a side. A map that merging has shrunk is resampled to that size, or
+    left as it is (`restore=False`). A network with one resolution (a ViT) becomes a simple pyramid,
+    as in ViTDet.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Pyramid(nn.Module):
         """Wrap a network.
 
         Args:
-            network: What timm makes with `features_only=True`, or a whole timm model, converted
-                or not; of a whole model the head is dropped.
-            strides: The strides to deliver; all that the network has by default.
+            network: A timm model, converted or not, with or without `features_only=True`. Its head
+                is dropped.
+            strides: The strides of the maps; by default all that the network has.
             restore: Resample maps that merging has shrunk.
             canvas: The input size of a network that accepts no other.
             width: Channels of a simple pyramid.
@@ -116,15 +116,15 @@ class Pyramid(nn.Module):
             return cast("Size", tuple(-(-side // self.multiple) * self.multiple for side in size))
         if size[0] > self.canvas[0] or size[1] > self.canvas[1]:
             raise ValueError(
-                f"images: got {size[0]} x {size[1]} pixels; this network was made for "
-                f"{self.canvas[0]} x {self.canvas[1]} and takes none that are larger."
+                f"images: got {size[0]} x {size[1]} pixels; this network takes at most "
+                f"{self.canvas[0]} x {self.canvas[1]}."
             )
         return self.canvas
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorConfig(ABC):
-    """What detectors of all kinds are made of."""
+    """The settings that detectors of all kinds have."""
 
     task: ClassVar[Task]
 
@@ -133,25 +133,25 @@ class DetectorConfig(ABC):
     num_classes: int = 80
     """Classes, the background not counted."""
     merging: MethodConfig | None = None
-    """How the network merges tokens; None leaves it as it is."""
+    """How the network merges tokens; None for not at all."""
     image_size: Size
     pretrained: bool = False
-    """Begin with timm's weights."""
+    """Start from timm's weights."""
     weights: str | None = None
-    """Begin with the weights of a file, in timm's keys."""
+    """Start from a file of weights with timm's keys."""
 
     @property
     def padded_size(self) -> Size:
-        """The size of images as the network gets them."""
+        """The size of the images that the network gets."""
         return self.image_size
 
     def maps(self) -> dict[str, Any]:
-        """What the `Pyramid` is asked for."""
+        """Arguments of the `Pyramid`."""
         return {}
 
     @abstractmethod
     def on(self, pyramid: Pyramid) -> Any:
-        """Make the detector on a network that is there already."""
+        """Make the detector on an existing pyramid."""
 
     def build(self) -> Any:
         """Make the detector."""
@@ -170,7 +170,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def in_full_precision(head: M) -> M:
-    """Give a head's outputs in float32, also under autocast."""
+    """Make a head return float32, also under autocast."""
     head.register_forward_hook(_to_float)
     return head
 
@@ -186,7 +186,7 @@ _SMALLEST_SIDE = 0.1
 def clean_batch(
     images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Tensor], list[dict[str, Tensor]] | None]:
-    """Images from 0 to 1, and their targets, if there are any, cleaned."""
+    """Images with values from 0 to 1, and their targets, if there are any, cleaned."""
     images = [float_image(image) for image in images]
     if targets is None:
         return images, None
@@ -195,9 +195,9 @@ def clean_batch(
 
 
 def clean_target(target: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Tensor]:
-    """Boxes clipped to an image of size (height, width), those without area and crowds left out.
+    """Clip boxes to an image of size (height, width); drop crowds and boxes without area.
 
-    Also whatever belongs to the boxes: labels, and masks if there are any.
+    The target keeps boxes, labels, and masks if there are any.
     """
     boxes = torch.as_tensor(target["boxes"]).as_subclass(Tensor).float().reshape(-1, 4)
     boxes = clip_boxes_to_image(boxes, size)
@@ -211,7 +211,7 @@ def clean_target(target: Mapping[str, Any], size: tuple[int, int]) -> dict[str, 
 
 
 def float_image(image: Tensor) -> Tensor:
-    """An image with values from 0 to 1, 8-bit or not before."""
+    """An image with values from 0 to 1, from 8 bit or from floats."""
     image = image.as_subclass(Tensor)
     return image if image.is_floating_point() else image.float() / 255
 
@@ -230,17 +230,17 @@ def build_pyramid(
 
     Args:
         backbone: The timm name of a network, or the folder of a converted model (`ltm.save`).
-        strides: The strides to deliver; all that the network has by default.
-        image_size: Where the budget of `merging` holds; other sizes work as well.
-        merging: How the network merges tokens; a saved one does what it did.
+        strides: The strides of the maps; by default all that the network has.
+        image_size: The size at which `merging` keeps to its budget; other sizes work as well.
+        merging: How the network merges tokens; a saved one keeps its own merging.
         pretrained: Load timm's weights.
-        weights: Load these instead: a file in timm's keys.
+        weights: Load this file of weights, with timm's keys, instead.
         restore: Resample maps that merging has shrunk to their nominal size.
     """
     if Path(backbone).is_dir():
         if merging is not None or pretrained or weights is not None:
             raise ValueError(
-                f"backbone: {backbone} has its own merging and weights; give no other."
+                f"backbone: {backbone} has its own merging and weights; give no others."
             )
         network, saved = load(backbone), saved_config(Path(backbone)) or {}
         host = {"architecture": saved["architecture"], "model_args": host_arguments(saved)}
@@ -271,11 +271,11 @@ def build_pyramid(
 
 
 def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size) -> None:
-    """Convert; where the config leaves the support open, with the one that suits feature maps.
+    """Convert with the support that suits feature maps, unless the config chooses one.
 
-    MobileViT puts matched tokens back at the end of a block, beside its whole shortcut; a learned
-    support shrinks its maps, and boxes lose much of their precision. It is for budgets that
-    matching cannot meet.
+    On MobileViT, tokens merged by matching are put back at the end of a block, while a learned
+    support shrinks its maps, and boxes get much less precise. So the learned one is used only for
+    budgets that matching cannot meet.
     """
     restoring = merging.for_feature_maps()
     if restoring != merging and select_adapter(network).shrinks_maps:
@@ -286,10 +286,7 @@ def _merge_for_maps_(network: nn.Module, merging: MethodConfig, image_size: Size
 
 
 def size_arguments(name: str, image_size: Size) -> tuple[dict[str, Any], Size | None]:
-    """What to tell a timm network so that it takes images of any size.
-
-    Also the one size that it does take, where it cannot do that.
-    """
+    """Arguments of a timm network for images of any size; and its only size if it has just one."""
     host = type(timm.create_model(name))
     accepted = {p for c in host.__mro__ for p in inspect.signature(c.__init__).parameters}
     arguments = {k: v for k, v in _ANY_SIZE.items() if k in accepted}
@@ -306,13 +303,13 @@ _ANY_SIZE = {"dynamic_img_size": True, "dynamic_img_pad": True, "strict_img_size
 
 
 def _feature_network(network: nn.Module) -> nn.Module:
-    """The network as timm's feature extractors are: a list of maps, and `feature_info`."""
+    """The network as one of timm's feature extractors, with `feature_info`."""
     if hasattr(getattr(network, "feature_info", None), "reduction"):
         return network
     if not hasattr(network, "forward_intermediates"):
         raise ValueError(
-            f"network: {type(network).__name__} has no feature maps; give a timm model, or what "
-            "timm makes with features_only=True."
+            f"network: {type(network).__name__} has no feature maps; give a timm model, with or "
+            "without features_only=True."
         )
     levels: list[dict[str, Any]] = cast("Any", network).feature_info
     places: Any = [-1] if _is_isotropic(levels) else list(range(len(levels)))
@@ -326,7 +323,7 @@ def _is_isotropic(levels: Sequence[dict[str, Any]]) -> bool:
 
 
 def _drop_unused_(network: nn.Module) -> None:
-    """Remove what the feature maps do not need: head, last normalisation."""
+    """Remove the parts that the feature maps do not need: the head, the last normalisation."""
     shadow = meta_copy(network)
     called: set[str] = set()
     for name, child in shadow.named_children():
@@ -351,7 +348,7 @@ def _chosen(strides: Sequence[int] | None, offered: tuple[int, ...]) -> tuple[in
 
 
 def _patch_size(network: nn.Module) -> int:
-    """The sides of images have to be a multiple of this."""
+    """The sides of images must be multiples of this."""
     for module in network.modules():
         size = getattr(getattr(module, "patch_embed", None), "patch_size", None)
         if size is not None:
@@ -366,7 +363,7 @@ def _channels_first(network: nn.Module, feature: Tensor) -> Tensor:
 
 
 def _cut(feature: Tensor, stride: int, size: Size, padded: Size) -> Tensor:
-    """The part of a map that belongs to the image, not to its padding."""
+    """The part of a map that belongs to the image, without its padding."""
     if size == padded:
         return feature
     cells: list[int] = []

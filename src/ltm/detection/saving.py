@@ -54,7 +54,7 @@ def save_detector(
     class_names: Sequence[str],
     category_ids: Sequence[int],
 ) -> Path:
-    """Write a detector that `config` has built, and what its labels mean."""
+    """Write a detector that `config` has built, and the categories of its labels."""
     require_finite(model.state_dict(), "model: ")
     folder = Path(folder)
     pyramid = next(module for module in model.modules() if isinstance(module, Pyramid))
@@ -112,7 +112,7 @@ def _load(known: dict[str, Any], weights: dict[str, Tensor]) -> LoadedDetector:
 def _check_sizes(
     config: DetectorConfig, categories: Sequence[Any], weights: Mapping[str, Tensor]
 ) -> None:
-    """Refuse what would make a detector larger than its weights."""
+    """Refuse a config that would make a detector larger than its weights."""
     check_image_size(config.image_size)
     if len(categories) != config.num_classes:
         raise ValueError(
@@ -126,13 +126,13 @@ def _check_sizes(
 
 
 def _plain(config: DetectorConfig) -> dict[str, Any]:
-    """The settings without what the weights make up for."""
+    """The settings, without those that only matter before there are weights."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return {**values, "merging": None, "pretrained": False, "weights": None}
 
 
 def _merging(model: nn.Module) -> dict[str, Any] | None:
-    """How the network merges, as it was asked for and as it turned out."""
+    """How the network merges: the config that was asked for, and the resulting token counts."""
     network = merging_network(model)
     if network is None:
         return None
@@ -156,7 +156,7 @@ def _on_host(
     merging: dict[str, Any] | None,
     weights: dict[str, Tensor],
 ) -> Detector:
-    """The detector on a whole network, converted as it was, which `ltm.save` once wrote."""
+    """The detector on a whole network that `ltm.save` once wrote, converted as it was then."""
     network: Any = make_host(host["architecture"], host["model_args"], weights)
     network.pretrained_cfg = {**network.pretrained_cfg, **host.get("normalisation", {})}
     if merging is not None and config.merging is not None:

@@ -19,13 +19,13 @@ from ltm.detection.pyramid import DetectorConfig, Pyramid, Size, clean_batch, in
 
 _STRIDES = (16, 32)
 _EXTRA_CHANNELS = (512, 256, 256, 128)
-# torchvision takes a momentum of 0.03, which short runs are too short for.
+# torchvision has a momentum of 0.03, which is too slow for short runs.
 _norm = partial(nn.BatchNorm2d, eps=1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SSDLiteConfig(DetectorConfig):
-    """An SSDLite detector: what it is made of."""
+    """The settings of an SSDLite detector."""
 
     task = "ssdlite"
 
@@ -43,16 +43,16 @@ class SSDLiteConfig(DetectorConfig):
 
 
 class SSDLite(SSD):
-    """SSDLite: two maps of the network, four smaller ones after them, a light head on each.
+    """SSDLite: two maps of the network and four smaller ones after them, with a light head on each.
 
-    Images are resized to one size, whatever their aspect, as SSD does. The heads' outputs and the
-    default boxes are in full precision also under autocast: in half of it, boxes move by a pixel.
+    As in SSD, images are resized to one size, whatever their aspect. The heads' outputs and the
+    default boxes are in full precision, also under autocast: half precision moves boxes by a pixel.
     """
 
     def __init__(
         self, pyramid: Pyramid, num_classes: int, image_size: Size = (320, 320), **options: Any
     ) -> None:
-        """Put the parts together.
+        """Assemble the detector.
 
         Args:
             pyramid: The network, with strides 16 and 32.

@@ -6,10 +6,11 @@ of the Hugging Face hub.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -368,10 +369,15 @@ def write_card(
 
     Of absolute paths only the last name is written, as the readers have other machines.
     """
-    words = shlex.split(comparison.command)
-    given = {path for word in (*words, comparison.data) if (path := _path_in(word))}
-    command = shlex.join(_shortened(word, given) for word in words)
-    data = _shortened(comparison.data, given).rstrip("/")
+    given: set[str] = set()
+
+    def shorten(word: str) -> str:
+        path = _path_in(word)
+        given.update({path} if path else ())
+        return _shortened(word, given)
+
+    command = _rewritten(comparison.command, shorten)
+    data = shorten(comparison.data).rstrip("/")
     comparison = dataclasses.replace(comparison, command=command, data=data)
     text = _templates().get_template("card.md").render(
         comparison=comparison,
@@ -385,6 +391,18 @@ def write_card(
     path = folder / "README.md"
     write_text(path, _shortened(text.strip(), given) + "\n")
     return path
+
+
+def _rewritten(command: str, change: Callable[[str], str]) -> str:
+    """A shell command with its words changed, or a Python call with its strings changed."""
+    try:
+        call = ast.parse(command, mode="eval")
+    except SyntaxError:
+        return shlex.join(map(change, shlex.split(command)))
+    for node in ast.walk(call):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = change(node.value)
+    return ast.unparse(call)
 
 
 def _path_in(word: str) -> str | None:

@@ -33,7 +33,7 @@ _PRECISIONS: dict[str, Any] = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-
 
 
 def make_fabric(settings: RunSettings) -> Fabric:
-    """The engine of a run; torchrun's environment says how many processes there are."""
+    """The Fabric of a run; torchrun's environment tells the number of processes."""
     on_cuda = torch.cuda.is_available()
     kind, _, index = settings.device.partition(":")
     if kind not in _KINDS or (index and not index.isdecimal()):
@@ -63,7 +63,7 @@ def _strategy(settings: RunSettings, num_processes: int) -> Any:
     if num_processes == 1:
         return "auto"
     # Mask modules get no gradient while nothing merges, or before there are class statistics.
-    # Buffers: class statistics are equal anyway, and running statistics are averaged by us.
+    # No buffers are synchronised: class statistics are equal, and running ones averaged, by us.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DDPStrategy(find_unused_parameters=True, **{buffers: False})  # type: ignore[arg-type]
@@ -79,10 +79,7 @@ def _shard_(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def placed(model: nn.Module, fabric: Fabric, settings: RunSettings) -> nn.Module:
-    """The model on its device, in the layout asked for.
-
-    Batch normalisation sees all processes' batches, where torch can (CUDA).
-    """
+    """The model on its device, in its memory layout, with synchronised batch normalisation."""
     model = fabric.to_device(model)
     if settings.sync_batchnorm and fabric.world_size > 1 and fabric.device.type == "cuda":
         model = convert_sync_batchnorm(model)
@@ -93,7 +90,7 @@ def placed(model: nn.Module, fabric: Fabric, settings: RunSettings) -> nn.Module
 
 @torch.no_grad()
 def average_running_statistics_(model: nn.Module, fabric: Fabric) -> None:
-    """Give all processes the mean of their batch normalisations' running statistics."""
+    """Average the running statistics of batch normalisation over the processes."""
     if fabric.world_size == 1:
         return
     for module in model.modules():
@@ -106,8 +103,8 @@ def average_running_statistics_(model: nn.Module, fabric: Fabric) -> None:
 def in_step(batches: Sequence[T] | Any, fabric: Fabric) -> Iterator[tuple[T, bool]]:
     """Batches, and whether each counts.
 
-    Processes may have different numbers of them; where the network is sharded, which takes all
-    processes to run, those that are done run a batch again, which does not count.
+    Processes may have different numbers of batches. A sharded network runs only in all processes
+    at once: there, processes that are done repeat a batch that does not count.
     """
     if not isinstance(fabric.strategy, ModelParallelStrategy):
         yield from ((batch, True) for batch in stepwise(batches))
@@ -124,7 +121,7 @@ def in_step(batches: Sequence[T] | Any, fabric: Fabric) -> Iterator[tuple[T, boo
 
 @contextmanager
 def first_alone(fabric: Fabric) -> Iterator[bool]:
-    """Let the first process do something that the others wait for."""
+    """Let the first process work while the others wait."""
     try:
         yield fabric.is_global_zero
     finally:

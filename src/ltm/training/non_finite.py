@@ -1,4 +1,4 @@
-"""Where values stop being finite: a loss of NaN is reported with the module that made it."""
+"""Find the module whose output is the first that is not finite, for the error of a NaN loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ltm.methods.base import Merger
 
 
 class NonFiniteLossError(ValueError):
-    """The loss became NaN or infinite; the run stops, and the last checkpoint stands."""
+    """The loss became NaN or infinite; the run stops, and its last checkpoint stays."""
 
 
 @torch.no_grad()
 def find_non_finite(model: nn.Module, *inputs: Any) -> str:
-    """Name what first gives values that are not finite, by running the batch once more."""
+    """Run a batch again; return a sentence on where values first stop being finite."""
     if not _finite(inputs):
         return "the images themselves are not finite"
     weights = next((n for n, p in model.named_parameters() if not _finite(p)), None)
@@ -35,7 +35,7 @@ def find_non_finite(model: nn.Module, *inputs: Any) -> str:
 
 
 def _first_culprit(model: nn.Module, inputs: tuple[Any, ...]) -> str | None:
-    """The first module that turns finite values into others."""
+    """The first module with finite inputs and an output that is not finite."""
     found: list[str] = []
 
     def watch(name: str) -> Any:
@@ -55,7 +55,7 @@ def _first_culprit(model: nn.Module, inputs: tuple[Any, ...]) -> str | None:
 
 
 def _name(model: nn.Module, path: str) -> str:
-    """The path of a module or parameter, and which merging site it belongs to."""
+    """The path of a module or parameter, and its merging site if it belongs to one."""
     modules, parts = dict(model.named_modules()), path.split(".")
     for end in range(len(parts), 0, -1):
         module = modules.get(".".join(parts[:end]))

@@ -20,14 +20,14 @@ from ltm.training.trainable import in_merger
 
 
 def effective_lr(settings: OptimSettings, total_batch: int) -> float:
-    """The learning rate of a total batch (all processes, all accumulated batches)."""
+    """The learning rate for a total batch, over all processes and accumulated batches."""
     if not settings.reference_batch:
         return settings.lr
     return settings.lr * total_batch / settings.reference_batch
 
 
 def make_optimizer(model: nn.Module, settings: OptimSettings, total_batch: int) -> Optimizer:
-    """An optimiser over what trains, with groups for weights, biases, and mask modules."""
+    """An optimiser of the parameters that train, in groups."""
     known = [str(name) for name in list_optimizers()]
     if settings.optimizer not in known:
         raise ValueError(
@@ -45,7 +45,7 @@ def make_optimizer(model: nn.Module, settings: OptimSettings, total_batch: int) 
 
 
 def parameter_groups(model: nn.Module, settings: OptimSettings, lr: float) -> list[dict[str, Any]]:
-    """Groups by learning rate and weight decay; timm's schedulers multiply by `lr_scale`."""
+    """Groups by learning rate and weight decay; timm's schedulers use `lr_scale` as a factor."""
     spared: set[str] = set(getattr(model, "no_weight_decay", set)())
     method = conversion_of(model).config if is_merging(model) else None
     groups: dict[tuple[float, float], dict[str, Any]] = {}
@@ -77,7 +77,7 @@ def make_schedule(
     optimizer: Optimizer, settings: OptimSettings, updates_per_epoch: int, lr: float
 ) -> Scheduler:
     """The learning rate of every update (`step_update`); its only state is their number."""
-    # A constant rate is a cosine that falls to where it starts, after the same warm-up.
+    # A constant rate is a cosine from lr to lr, after the same warm-up.
     least = settings.min_lr if settings.schedule == "cosine" else lr
     schedule, _ = create_scheduler_v2(
         optimizer,
@@ -94,14 +94,14 @@ def make_schedule(
 
 
 class AveragedWeights(ModelEmaV3):
-    """timm's moving average of weights and running statistics, class statistics excepted.
+    """timm's moving average of weights and running statistics, but not of class statistics.
 
-    Those are refreshed as a whole, once per epoch, and an average of two refreshes is no table.
+    Class statistics are replaced as a whole once per epoch; their average would mean nothing.
     """
 
     @torch.no_grad()
     def follow_statistics(self, model: nn.Module) -> None:
-        """Take over the class statistics as they are."""
+        """Copy the class statistics of the network."""
         current = dict(mergers(model))
         for name, merger in mergers(self.module):
             theirs = dict(current[name].named_buffers())

@@ -1,7 +1,7 @@
-"""Named settings: the paper's backbones, from scratch and fine-tuned, and small ones for a CPU.
+"""Recipes: named settings for the paper's backbones, for distillation, and small ones for a CPU.
 
-The paper trains with a total batch of 1024 and leaves the rest to each backbone's own recipe; these
-are those recipes. Learning rates scale with the batch. Choose by name, change what you like.
+The paper trains with a total batch of 1024, and otherwise as each backbone was trained; these are
+those settings. Learning rates scale with the batch.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ _CROPS_ONLY = AugmentConfig.light()
 
 def _scratch(backbone: str) -> TrainSettings:
     family = backbone.partition("_")[0]
-    # From scratch the paper learns which neighbours merge; grid networks do so anyway.
+    # From scratch the paper learns which neighbours merge, as grid networks do by default.
     options = ("support=learned",) if family == "vit" else ()
     return TrainSettings(
         model=ModelSettings(name=BACKBONES[backbone], drop_path=_DROP_PATH.get(backbone, 0.0)),
@@ -130,7 +130,7 @@ def _small_finetune(family: str) -> TrainSettings:
 
 
 def _demo(name: str) -> TrainSettings:
-    """How a network that comes with the package was trained; a few minutes on a GPU."""
+    """The training of a network that comes with the package; a few minutes on a GPU."""
     return TrainSettings(
         model=ModelSettings(name=name),
         merge=MergeSettings(method="none"),
@@ -152,18 +152,18 @@ _DISTILLING = {
     "lora": (1e-3, 0.0),
     "all": (5e-5, 10.0),
 }
-"""The largest learning rate, and the weight of the class tokens' distance, by what trains."""
+"""The peak learning rate, and the weight of the class tokens' distance, by what trains."""
 
 
 def distilling(trainable: str) -> str:
-    """The recipe by which the original teaches a part of the network."""
+    """The name of the recipe that trains a part of the network by distillation."""
     if trainable not in _DISTILLING:
         raise ValueError(f"trainable: got {trainable!r}; choose from {', '.join(_DISTILLING)}")
     return f"distil_{trainable}"
 
 
 def _distil(trainable: Any) -> TrainSettings:
-    """Function matching: strong crops, and every batch mixed; both networks see the same."""
+    """Strong crops and mixup in every batch; both networks see the same images."""
     rate, feature_weight = _DISTILLING[trainable]
     return TrainSettings(
         augment=replace(AugmentConfig.light(), scale=(0.3, 1.0), mixup=1.0),
@@ -181,10 +181,10 @@ def _distil(trainable: Any) -> TrainSettings:
 
 
 _GENERAL = "general"
-"""The recipe of models that have none of their own."""
+"""The recipe of models without one of their own."""
 
 SMALLEST = "shapes_vit"
-"""The recipe that runs where nothing was said."""
+"""The recipe if neither a recipe nor a model is given."""
 
 SCRATCH = {
     **{name: _scratch(name) for name in BACKBONES},
@@ -210,7 +210,7 @@ FINETUNE = {
 
 
 def recipe_of(model: str) -> str:
-    """The recipe of a timm model: its own if it is one of the paper's, the general one if not."""
+    """The recipe of a timm model: its own if it is one of the paper's, else the general one."""
     for recipe, name in BACKBONES.items():
         if model in (name, name.partition(".")[0]):
             return recipe
@@ -218,7 +218,7 @@ def recipe_of(model: str) -> str:
 
 
 def find_recipe(name: str, recipes: Mapping[str, TrainSettings]) -> TrainSettings:
-    """A recipe by name; a ValueError that suggests others where there is none."""
+    """A recipe by name; for an unknown one, a ValueError suggests others."""
     if name not in recipes:
         raise ValueError(f"no recipe is named {name}: {did_you_mean(name, recipes)}")
     return recipes[name]
@@ -232,10 +232,10 @@ def starting_settings(
     model: str | None = None,
     method: str | None = None,
 ) -> TrainSettings:
-    """The settings before any option: those of the recipe, changed by a YAML file.
+    """The settings before any option: those of a recipe, changed by a YAML file.
 
-    Without a recipe, that of the model is taken. What a recipe says for its own model or method
-    alone does not carry over to another.
+    The default is the recipe of the model. Arguments of a recipe's own model are dropped for
+    another model, and options of its own method for another method.
     """
     recipe = recipe or (recipe_of(model) if model else SMALLEST)
     settings = find_recipe(recipe, recipes)

@@ -1,6 +1,6 @@
-"""What one kind of training is: its data, its network, its loss, its score and its log's columns.
+"""A kind of training: its data, network, loss, score, and the columns of its log.
 
-The `Trainer` knows none of these, and a `Task` knows no loop, optimiser or checkpoint.
+The `Trainer` knows none of these; a `Task` knows no loop, optimiser or checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ltm.training.fabric import Fabric
 
 
 class Panel(NamedTuple):
-    """One diagram of the curves: its axis, and the columns that it shows, by label."""
+    """One diagram of the curves: the label of its axis, and its columns by label."""
 
     axis: str
     columns: Mapping[str, str]
@@ -30,10 +30,10 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRow:
-    """One epoch. Shares and scores are between 0 and 1; what does not apply is None."""
+    """One epoch. Shares and scores are from 0 to 1; what does not apply is None."""
 
     epoch: int
-    """Epochs finished, from 1."""
+    """The number of the epoch, from 1."""
     merging: bool
     lr: float
     noise: float
@@ -48,7 +48,7 @@ class EpochRow:
 
     @property
     def score(self) -> float | None:
-        """What the best epoch is chosen by; None where the epoch has no part in that."""
+        """What the best epoch is chosen by; None if this one cannot be the best."""
         raise NotImplementedError
 
     @property
@@ -77,7 +77,7 @@ def _duration(seconds: float) -> str:
 
 
 class Step(NamedTuple):
-    """Where training is: the epoch and the batch in it, from 0, and whether tokens are merged."""
+    """A step: its epoch, its batch within the epoch (both from 0), and whether tokens merge."""
 
     epoch: int
     number: int
@@ -91,14 +91,14 @@ class BatchLoss:
     total: Tensor
     """What gradients come from."""
     logged: Mapping[str, Tensor]
-    """What the epoch's `Means` are made of."""
+    """What `Means` averages over the epoch."""
     inputs: tuple[Any, ...]
     """What the network was called with."""
     num_images: int
 
 
 class Means:
-    """Sums of an epoch, kept on the device, so that no step waits for them."""
+    """Means over an epoch; the sums stay on the device, so that no step waits for them."""
 
     def __init__(self) -> None:
         self.num_images = 0
@@ -143,14 +143,14 @@ class Outcome:
     line: str
     """The result in a few words."""
     write: Callable[[Path], None]
-    """Write the network, and what else belongs to it, into a folder."""
+    """Write the network and its other results into a folder."""
 
 
 class Task(ABC):
     """One kind of training, for one run."""
 
     settings: Any
-    """Its own; the `Trainer` reads the groups `merge`, `optim` and `run`, and `data.batch_size`."""
+    """The task's own; the `Trainer` reads `merge`, `optim`, `run` and `data.batch_size`."""
 
     row_type: ClassVar[type[EpochRow]]
     """The columns of its log."""
@@ -159,7 +159,7 @@ class Task(ABC):
         self.settings = settings
 
     def check(self) -> None:  # noqa: B027 - most tasks have nothing to check
-        """Raise an error now for what would fail only at the end of a run."""
+        """Raise an error for what would otherwise fail at the end of a run."""
 
     @abstractmethod
     def open_data(self) -> None:
@@ -167,7 +167,7 @@ class Task(ABC):
 
     @abstractmethod
     def build(self, say: Say) -> nn.Module:
-        """Make the network, saying what is worth knowing about it; the seed has been set."""
+        """Make the network; `say` takes remarks about it. The seed has been set."""
 
     def rebuild(self) -> nn.Module:
         """Make the network again, for the weights of a sharded one."""
@@ -179,7 +179,7 @@ class Task(ABC):
 
     @abstractmethod
     def start(self, fabric: Fabric, model: nn.Module) -> Loader:
-        """Get ready to train the network on its device; returns the training batches."""
+        """Prepare to train the network, which is on its device; returns the training batches."""
 
     def before_epoch_(self, model: nn.Module) -> bool:
         """Prepare a merging epoch; returns whether buffers of mask modules changed."""
@@ -194,7 +194,7 @@ class Task(ABC):
         """The loss of a batch; `forward` may be the network wrapped for several processes."""
 
     def progress_text(self, means: Means) -> str:
-        """What the progress bar shows; empty where that is the speed alone."""
+        """What the progress bar shows besides the speed."""
         return ""
 
     def is_evaluated(self, epoch: int) -> bool:
@@ -203,7 +203,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> Any:
-        """Score a network on the held-out images; all processes call it."""
+        """Score a network on the held-out images; all processes must call it."""
 
     @abstractmethod
     def row(self, common: dict[str, Any], means: Means, model: nn.Module, found: Any) -> EpochRow:
@@ -215,4 +215,4 @@ class Task(ABC):
 
     @abstractmethod
     def finish_(self, model: nn.Module, kept: EpochRow, rows: Sequence[EpochRow]) -> Outcome:
-        """Complete the network that is kept, and say what came of it; all processes call it."""
+        """Complete the network that is kept, and return the outcome; all processes must call it."""
