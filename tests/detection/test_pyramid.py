@@ -180,7 +180,7 @@ def test_networks_of_one_size_pad_up_to_it_and_refuse_more() -> None:
     assert size_arguments("efficientvit_m0", (50, 70)) == ({"img_size": 96}, (96, 96))
     pyramid = build_pyramid("efficientvit_m0", image_size=(50, 70)).eval()
     check(pyramid, (50, 96))
-    with pytest.raises(ValueError, match="made for 96 x 96"):
+    with pytest.raises(ValueError, match="takes at most 96 x 96"):
         pyramid(torch.rand(1, 3, 97, 10))
 
 
