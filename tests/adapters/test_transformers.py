@@ -11,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,10 @@ from ltm.methods import methods
 from toys import pictures
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:This network gives merged tokens"),
+]
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4}
 VISION = {**SIZES, "intermediate_size": 64, "image_size": 48, "patch_size": 8}
@@ -196,6 +200,23 @@ def test_hidden_states_are_merged_ones(name):
     prefix = model.token_merging.sites[0].num_prefix
     assert [x.shape[1] - prefix for x in hidden[:1] + hidden[-2:]] == [36, 20, 20]
     assert torch.equal(run(model, IMAGES), before)
+
+
+@torch.no_grad()
+def test_a_tower_says_once_that_its_tokens_are_merged():
+    model = tower("vit_alone")
+    shape = model(IMAGES).last_hidden_state.shape
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    with pytest.warns(UserWarning, match=r"ltm\.pool_tokens"):
+        found = model(IMAGES).last_hidden_state
+    assert ltm.restore_tokens(model, found).shape == shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(IMAGES)
+        ltm.gmacs(model)
+        for silent, amount in ((tower("vit"), {"ratio": 0.8}), (tower("clip"), {"num_tokens": 20})):
+            ltm.merge_tokens_(silent, ltm.LTM(**amount))
+            silent(IMAGES)
 
 
 @pytest.mark.parametrize(

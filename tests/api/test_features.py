@@ -59,6 +59,7 @@ def test_a_network_without_a_pool_says_once_that_its_tokens_are_merged():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.forward_features(images)
+        ltm.gmacs(model)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ltm.adapters.base import Conversion, adapter_of, find_adapter, select_adapter
-from ltm.adapters.blocks import TokenState, become_
+from ltm.adapters.blocks import Tokens, TokenState, become_
 from ltm.adapters.planning import OutOfReachError, Planner, require_macs
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.core.patches import embed_by_convolution_
@@ -102,6 +102,23 @@ def described(model: nn.Module) -> dict[str, Any]:
         "macs_before": done.macs_before,
         "macs_after": done.macs_after,
     }
+
+
+def warn_of_fewer(model: nn.Module, tokens: Tokens) -> None:
+    """Say once that a converted network gives fewer tokens than before."""
+    done: Conversion | None = getattr(model, ATTRIBUTE, None)
+    if done is None or not tokens.merges or torch.compiler.is_compiling():
+        return
+    if tokens.size is not None and tokens.size.is_meta:
+        return  # ltm counts multiply-adds
+    if done.config.num_tokens is None and not done.state.has_warned:
+        done.state.has_warned = True
+        warnings.warn(
+            "This network gives merged tokens, which stand for different numbers of patches: "
+            "ltm.pool_tokens(model, features) is their mean, ltm.restore_tokens(model, "
+            "features) has all patches, and model.token_merging.sizes says how many each is.",
+            stacklevel=4,
+        )
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -22,7 +21,7 @@ from ltm.adapters.blocks import (
     require_sizes,
     revert_block_,
 )
-from ltm.adapters.conversion import ATTRIBUTE, Resizable
+from ltm.adapters.conversion import Resizable, warn_of_fewer
 from ltm.core.attention import size_bias
 from ltm.core.merge import pool_by_size, restore_through
 from ltm.core.schedule import Grid
@@ -50,19 +49,9 @@ class MergingSequenceModel(Resizable):
         return features
 
     def _warn_of_fewer(self, tokens: Tokens) -> None:
-        """Say once that a network without a pool gives fewer tokens than before."""
-        host, done = cast("Any", self), getattr(self, ATTRIBUTE, None)
-        pools = host.global_pool or getattr(host, "attn_pool", None) is not None
-        if pools or not tokens.merges or done is None or torch.compiler.is_compiling():
-            return
-        if done.config.num_tokens is None and not done.state.has_warned:
-            done.state.has_warned = True
-            warnings.warn(
-                "This network gives merged tokens, which stand for different numbers of patches: "
-                "ltm.pool_tokens(model, features) is their mean, ltm.restore_tokens(model, "
-                "features) has all patches, and model.token_merging.sizes says how many each is.",
-                stacklevel=3,
-            )
+        host = cast("Any", self)
+        if not host.global_pool and getattr(host, "attn_pool", None) is None:
+            warn_of_fewer(self, tokens)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Timm's own where nothing was merged."""

@@ -20,6 +20,7 @@ from ltm.adapters.blocks import Slot, Tokens, TokenState
 from ltm.adapters.naflex import PaddedMixin
 from ltm.adapters.transformers.clip import MergingEncoderLayer
 from ltm.adapters.transformers.towers import (
+    GivingTower,
     MeanPooled,
     MergingLayer,
     Swapped,
@@ -59,10 +60,8 @@ class FromImages(Swapped):
         return super().forward(pixel_values, *args, **options)
 
 
-class MergingPaddedTower(Swapped):
+class MergingPaddedTower(GivingTower):
     """The tower opens the forward: here it is known what is padding."""
-
-    opened: TokenState
 
     def forward(
         self,

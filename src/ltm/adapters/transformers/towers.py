@@ -31,7 +31,7 @@ from ltm.adapters.blocks import (
     make_slots,
     revert_block_,
 )
-from ltm.adapters.conversion import ATTRIBUTE, described
+from ltm.adapters.conversion import ATTRIBUTE, described, warn_of_fewer
 from ltm.core.attention import Rotation, attend_sized, has_kernel, hints_of, size_bias, turn
 from ltm.core.merge import pool_by_size
 from ltm.methods.base import MethodConfig, Site
@@ -239,7 +239,19 @@ class SizedAttention(Swapped):
         return super().forward(query, key, value, **options)
 
 
-class MergingTower(Swapped):
+class GivingTower(Swapped):
+    """A tower that was converted by itself gives its tokens to the user, who is told once."""
+
+    opened: TokenState
+    num_layers: int
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        outputs = super().forward(*args, **options)
+        warn_of_fewer(self, self.opened.left_by(self.num_layers - 1))
+        return outputs
+
+
+class MergingTower(GivingTower):
     """The part that sees images: here it is known whether a user gave a mask.
 
     Layers get one of ones from transformers, too, where it exports or records a CUDA graph.
@@ -396,6 +408,7 @@ class TowerAdapter(Adapter):
             convert_block_(layer, config, slot, kind, *self.projections(layer))
             layer.num_prefix = num_prefix(tower)
         self.open_(tower, state)
+        tower.num_layers = len(layers)
         if hasattr(tower, "head"):
             self.pool_(tower.head, slots[-1])
         top = next(_pretrained(*model.modules()))
@@ -417,7 +430,8 @@ class TowerAdapter(Adapter):
 
     def open_(self, tower: Any, state: TokenState) -> None:
         """Have the tower open the state at the start of a forward."""
-        tower.embeddings.opened, tower.embeddings.patch = state, self.patch(tower)
+        tower.opened = tower.embeddings.opened = state
+        tower.embeddings.patch = self.patch(tower)
         become_too_(tower.embeddings, MergingEmbeddings)
         become_too_(tower, MergingTower)
 
@@ -431,7 +445,15 @@ class TowerAdapter(Adapter):
             revert_block_(layer, host_of(layer), *self.projections(layer))
             del layer.num_prefix
         for module in model.modules():
-            for name in ("opened", "patch", "sized", "pooled", "num_prefix", "reads_class_token"):
+            for name in (
+                "opened",
+                "num_layers",
+                "patch",
+                "sized",
+                "pooled",
+                "num_prefix",
+                "reads_class_token",
+            ):
                 if isinstance(module, Swapped):
                     vars(module).pop(name, None)
             become_(module, _before(module))
