@@ -329,7 +329,7 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
 def _host_name(model: nn.Module) -> str:
     """The class that a network had before its conversion."""
     kinds = type(model).__mro__
-    return next(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] != "ltm")
+    return next(kind.__name__ for kind in kinds if not kind.__module__.startswith("ltm."))
 
 
 def _at_size(known: dict[str, Any], size: tuple[int, int, int]) -> dict[str, Any]:
