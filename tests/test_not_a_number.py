@@ -130,16 +130,14 @@ def test_predictions_are_valid_json_whatever_a_file_says(tmp_path: Path) -> None
     """0.1.0 wrote a class with a probability of NaN, which is no JSON."""
     from PIL import Image
 
-    from ltm.deployment.information import known_about
-    from ltm.deployment.settings import PredictSettings
-
     path = tmp_path / "one.png"
     Image.new("RGB", (48, 48)).save(path)
-    known = known_about(toy("vit"), PredictSettings())
-    exported = Classifier(lambda images: torch.full((len(images), 10), torch.nan), known)
+    model = toy("vit")
+    model.head.register_forward_hook(lambda _module, _inputs, scores: scores * torch.nan)
+    classifier = Classifier(ltm.BatchPredictor(model, "top5", device="cpu"))
     written = io.StringIO()
-    found = list(ltm.predict(exported, path))
-    open_writer("jsonl", written, exported)(found[0])
+    found = list(ltm.predict(classifier, path))
+    open_writer("jsonl", written, classifier)(found[0])
     line = json.loads(written.getvalue(), parse_constant=pytest.fail)
     assert line["error"] == "the model's scores are NaN or infinite"
 
