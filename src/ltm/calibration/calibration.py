@@ -187,11 +187,9 @@ def calibrate(
         image_size = (images.shape[-2], images.shape[-1])
     _check_images(images, image_size_of(network, image_size))
     trials = settings.trials if settings.budget_ms is None else None  # it takes several searches
-    with _showing(trials, progress, silent=say is silent) as note:
-        calibration = Calibration(network, images, config, settings, note)
-        found = _searched(calibration, images)
-        if take_press():  # after the last trial
-            found = replace(found, interrupted=True)
+    calibration = Calibration(network, images, config, settings)
+    with _showing(calibration.search, trials, progress, silent=say is silent):
+        found = _unless_pressed(_searched(calibration, images))
     return replace(
         found,
         model=calibration.model,
@@ -201,7 +199,9 @@ def calibrate(
 
 
 @contextmanager
-def _showing(num_trials: int | None, progress: Progress, *, silent: bool) -> Iterator[Progress]:
+def _showing(
+    search: Search, num_trials: int | None, progress: Progress, *, silent: bool
+) -> Iterator[None]:
     """Show the progress of a search on a terminal; Ctrl-C ends it after the current trial."""
     with progress_bar("calibration", num_trials, silent=silent) as advance, in_steps():
         best = ""
@@ -214,7 +214,13 @@ def _showing(num_trials: int | None, progress: Progress, *, silent: bool) -> Ite
             progress(trial)
             stop_if_asked()
 
-        yield note
+        search.progress = note
+        yield
+
+
+def _unless_pressed(found: CalibrateResult) -> CalibrateResult:
+    """The result, marked as interrupted if Ctrl-C came after the last trial."""
+    return replace(found, interrupted=True) if take_press() else found
 
 
 def _check_images(images: Tensor, size: tuple[int, int]) -> None:
@@ -258,7 +264,6 @@ class Calibration:
         images: Tensor,
         config: MethodConfig | None,
         settings: CalibrateSettings,
-        progress: Progress = lambda _: None,
     ) -> None:
         self.settings = settings
         self.size = (images.shape[-2], images.shape[-1])
@@ -279,13 +284,7 @@ class Calibration:
         self._is_sequence = _merges_sequences(self.trials.planner)
         kind = SequenceCost if self._is_sequence else CountedCost
         self.cost = kind(self.trials.planner, self.config)
-        self.search = Search(
-            self.trials,
-            self.cost,
-            num_trials=settings.trials,
-            seed=settings.seed,
-            progress=progress,
-        )
+        self.search = Search(self.trials, self.cost, num_trials=settings.trials, seed=settings.seed)
 
     @cached_property
     def space(self) -> Space:
@@ -301,10 +300,8 @@ class Calibration:
 
     def shown(self, budget: float, *, silent: bool) -> CalibrateResult:
         """`within` a budget, with a progress bar on a terminal; Ctrl-C keeps the best so far."""
-        with _showing(self.settings.trials, lambda _: None, silent=silent) as note:
-            self.search.progress = note
-            found = self.within(budget)
-            return replace(found, interrupted=True) if take_press() else found
+        with _showing(self.search, self.settings.trials, lambda _: None, silent=silent):
+            return _unless_pressed(self.within(budget))
 
     def sketch(self, budget: float) -> MethodConfig | None:
         """A plausible config within a budget, chosen by the sensitivities alone."""

@@ -328,10 +328,9 @@ class Search:
         *,
         num_trials: int,
         seed: int,
-        progress: Progress = lambda _: None,
     ) -> None:
-        self.trials, self.cost, self.progress = trials, cost, progress
-        self.num_trials = num_trials
+        self.trials, self.cost, self.num_trials = trials, cost, num_trials
+        self.progress: Progress = lambda _: None
         self.history: list[Trial] = []
         self.best: Schedule | None = None
         self._best_values: Tensor | None = None
