@@ -59,8 +59,8 @@ _FEW_SITES, _MORE_SITES = 4, 6
 """How many blocks merge at most by default: from a budget of `_ADJUSTED_BELOW` on, and below."""
 _ADJUSTED_BELOW = 0.5
 """Below this budget the method's own settings are chosen too, by default."""
-_HALVINGS = 5
-_CORRECTIONS = 4
+_ROUNDS, _HALVINGS, _CORRECTIONS = 9, 5, 4
+"""For a budget in milliseconds: rounds of timing, sketches to time, searches."""
 _CLOSE = 0.97
 """A schedule that takes at least this share of the allowed time is good enough."""
 
@@ -250,7 +250,7 @@ def _searched(calibration: Calibration, images: Tensor) -> CalibrateResult:
         raise ValueError(
             f"time_batch: got {settings.time_batch}, but there are only {len(images)} images."
         )
-    clock = _Clock(calibration.model, images[: settings.time_batch], mode=settings.time_mode)
+    clock = _Clock(calibration.model, images[: settings.time_batch], settings.time_mode)
     budget_ms = settings.budget_ms
     return within_milliseconds(calibration, clock, original=clock.original, budget_ms=budget_ms)
 
@@ -414,11 +414,9 @@ class Calibration:
 class _Clock:
     """Milliseconds per batch on this device; each merged network takes turns with the original."""
 
-    def __init__(
-        self, model: nn.Module, images: Tensor, *, mode: str | None = None, rounds: int = 9
-    ) -> None:
+    def __init__(self, model: nn.Module, images: Tensor, mode: str | None) -> None:
         parameter = next(model.parameters())
-        self.model, self.rounds = model, rounds
+        self.model = model
         self.images = images.to(parameter.device, parameter.dtype)
         self.mode = mode or ("cudagraph" if parameter.device.type == "cuda" else "eager")
         if self.mode not in MODES:
@@ -439,7 +437,7 @@ class _Clock:
 
     @torch.no_grad()
     def _times(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        rounds = interleaved(calls, self.images.device, rounds=self.rounds)
+        rounds = interleaved(calls, self.images.device, rounds=_ROUNDS)
         return {name: 1e3 * median(times) for name, times in rounds.items()}
 
 

@@ -794,8 +794,8 @@ def _halves(images: Partition) -> tuple[ImageDataset, Partition]:
 class Bisection:
     """Finds the smallest ratio within a loss, in a few steps."""
 
-    def __init__(self, allowed: float, *, num_steps: int = NUM_POINTS) -> None:
-        self.allowed, self._left = allowed, num_steps
+    def __init__(self, allowed: float) -> None:
+        self.allowed, self._left = allowed, NUM_POINTS
         self._low, self._high = LEAST_RATIO, 1.0
 
     @property

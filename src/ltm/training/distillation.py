@@ -171,10 +171,10 @@ class Distillation(Classification):
         )
 
 
-def set_aside(images: ImageDataset, seed: int = 0) -> Splits:
+def set_aside(images: ImageDataset) -> Splits:
     """Images to train on, and one in five, at most a thousand, to decide on."""
     require_least("images to tune on", len(images), _MIN_IMAGES)
-    order = np.random.default_rng(seed).permutation(len(images)).tolist()
+    order = np.random.default_rng(0).permutation(len(images)).tolist()
     number = min(_MOST_HELD_OUT, len(images) // 5)
     return Splits(
         train=images.select(sorted(order[number:])), val=images.select(sorted(order[:number]))
