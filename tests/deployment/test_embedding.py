@@ -268,6 +268,22 @@ def test_a_run_goes_on_where_it_was_stopped(
     assert "written by another run (its top differ)" in capsys.readouterr().err
 
 
+def test_ctrl_c_waits_for_one_batch(
+    network: Path, shards: str, tmp_path: Path, monkeypatch
+) -> None:
+    """It waited for two: the next batch was begun before anybody looked."""
+    submit, begun = ltm.BatchPredictor.submit, []
+
+    def pressed(self: Any, batch: Any) -> Any:
+        begun.append(batch)
+        os.kill(os.getpid(), signal.SIGINT)
+        return submit(self, batch)
+
+    monkeypatch.setattr(ltm.BatchPredictor, "submit", pressed)
+    assert ltm.embed(network, shards, tmp_path, device="cpu", batch_size=10).interrupted
+    assert len(begun) == 1
+
+
 def test_rows_may_come_twice_and_in_any_order(tmp_path: Path) -> None:
     tables = Tables(tmp_path, {})
     batches = [

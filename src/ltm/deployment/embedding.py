@@ -144,11 +144,17 @@ def run_here(job: Job, say: Say, process: Process = ALONE) -> EmbedResult:
     silent = not process.speaks
     with progress_bar("images", None, silent=silent) as advance, in_steps():
         meter = Meter(advance, job, chunks)
-        for answers in one_ahead(predictor, batches):
+
+        def until_pressed() -> Iterator[Any]:
+            nonlocal stopped
+            for batch in batches:
+                yield batch
+                if take_press():
+                    stopped = True
+                    return
+
+        for answers in one_ahead(predictor, until_pressed()):
             meter(tables.add(answers))
-            if take_press():
-                stopped = True
-                break
     seconds = time.perf_counter() - began
     counts = [tables.rows, tables.unreadable, tables.files, chunks.skipped, stopped]
     rows, unreadable, files, skipped, interrupted = map(
