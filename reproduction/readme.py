@@ -1,23 +1,29 @@
 """README's numbers and pictures, made from rows under results/: `python -m reproduction.readme`.
 
-A part of README between `<!-- made from rows: NAME -->` and `<!-- end -->` is written here. Nothing
-else in README states a measurement; tests/test_numbers.py checks both.
+A part of README, and of the pages on tuning, between `<!-- made from rows: NAME -->` and
+`<!-- end -->` is written here. Nothing else in README states a measurement; tests/test_numbers.py
+checks both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import timm
+import torch
 from matplotlib.figure import Figure
 
 import ltm
 from ltm.data.shapes import example_pictures
 from ltm.data.transforms import image_spec
+from ltm.evaluation.accuracy import paired_interval
 from ltm.report.pictures import enlarge, paint_groups, prepare
 from ltm.report.tracing import trace
 from ltm.zoo import DEMO_MODELS
@@ -26,6 +32,9 @@ ROOT = Path(__file__).parents[1]
 ACCURACY = "results/calibration/vit_tiny_patch16_224.json"
 SPEED = "results/speed/metrics.json"
 RATIOS = "results/speed/vit_tiny_ratios.json"
+LEARNING = "results/learning/vit_tiny.jsonl"
+EXPLORED = "results/learning/exploration.jsonl"
+PAGES = ("README.md", "docs/tuning.md", "results/learning.md")
 EXAMPLE = "docs/examples/vit-tiny-0.7/metrics.json"
 SHARES = (0.85, 0.7, 0.55, 0.4)
 METHODS = {"ltm": "LTM (matched)", "tome": "ToMe", "tofu": "ToFu", "ltmp": "LTMP"}
@@ -35,15 +44,16 @@ PART = re.compile(r"(<!-- made from rows: (\w+) -->\n).*?(<!-- end -->)", re.DOT
 
 
 def main() -> None:
-    """Write the parts of README, and its pictures."""
-    page, images = ROOT / "README.md", ROOT / "docs" / "images"
-    page.write_text(updated(page.read_text()))
+    """Write the parts of README and of other pages, and README's pictures."""
+    for page in PAGES:
+        (ROOT / page).write_text(updated((ROOT / page).read_text()))
+    images = ROOT / "docs" / "images"
     accuracy_against_time().savefig(images / "accuracy_time.png", dpi=150)
     what_merges().savefig(images / "merging.png", dpi=110)
 
 
 def updated(text: str) -> str:
-    """README with its parts written anew."""
+    """A page with its parts written anew."""
     return PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[3]}", text)
 
 
@@ -104,6 +114,67 @@ def compressed() -> str:
     return "\n".join([*lines, "```"]) + "\n"
 
 
+def learning() -> str:
+    """What each part of LTM adds on ViT-Ti: points of top-1 against the original, and KL."""
+    rows = {
+        "ToMe, its best schedule": "tome",
+        "schedule: ToMe's rule at LTM's sites and counts": "tome at ltm's sites",
+        "matching rule: LTM's there": "ltm",
+        "informative weights, with that": "ltm informative",
+        "calibration: schedule, `attended`, `size_power`": "ltm calibrated",
+    }
+    lines = _headed("", LEARNED_AT)
+    for name, row in rows.items():
+        cells = [_change([f"{row} {share:g} untrained 0"]) for share in LEARNED_AT]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    unlearned, learned = (f"{_explored(job):.3f}" for job in ("default 0.4", LEARNED_MATCHING))
+    at_40 = f"KL {learned} for {unlearned}, training images"
+    cells = [at_40 if share == 0.4 else NOT_MEASURED for share in LEARNED_AT]
+    lines.append("| learned matching, with the matching rule | " + " | ".join(cells) + " |")
+    cells = [_change([f"ltm calibrated {s:g} all {n}" for n in range(3)]) for s in LEARNED_AT]
+    lines.append("| distillation, after calibration, three seeds | " + " | ".join(cells) + " |")
+    return "\n".join(["", *lines, "", ""])
+
+
+def tuned() -> str:
+    """What tuning gains at the strongest merging that README shows."""
+    rows = [_learned()[key] for key in TUNED]
+    before, *after = (-100 * row["against_base"]["difference"] for row in rows)
+    seconds = mean(row["tuning"]["seconds"] for row in rows[1:])
+    return (
+        f"At 40% a calibrated ViT-Ti loses {before:.1f} points. Taught by the original for "
+        f"{seconds:.0f} s on an H200,\non images without labels, it loses {mean(after):.1f} "
+        "([what each part adds](docs/tuning.md)).\n"
+    )
+
+
+def bound() -> str:
+    """The information bottleneck's part, with paired intervals of 95%."""
+    rows = {
+        "none": "ltm",
+        "none, calibrated": "ltm calibrated",
+        "weights: tokens weigh by the bound too": "ltm informative",
+        "weights, gains trained": "ltm informative, gains trained",
+        "who leaves: the bound protects, not the attention": "ltm bound decides",
+        "who leaves: nothing protects": "ltm without protection",
+    }
+    lines = _headed("untrained", LEARNED_AT[:3])
+    for name, row in rows.items():
+        cells = [_with_interval(f"{row} {share:g} untrained 0") for share in LEARNED_AT[:3]]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(["", *lines, "", ""])
+
+
+def peers() -> str:
+    """Other methods on ViT-Ti, as they are and calibrated."""
+    lines = _headed("untrained", LEARNED_AT)
+    for name, row in PEERS.items():
+        cells = [_change([f"{row} {share:g} untrained 0"]) for share in LEARNED_AT]
+        if set(cells) != {NOT_MEASURED}:
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(["", *lines, "", ""])
+
+
 def accuracy_against_time() -> Figure:
     """Top-1 of ViT-Ti against its measured time, as a share of the original's."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
@@ -144,7 +215,42 @@ def what_merges() -> Figure:
     return figure
 
 
-PARTS = {"headline": headline, "numbers": numbers, "speed": speed, "compressed": compressed}
+PARTS = {
+    "headline": headline,
+    "numbers": numbers,
+    "speed": speed,
+    "compressed": compressed,
+    "tuned": tuned,
+    "learning": learning,
+    "bound": bound,
+    "peers": peers,
+}
+LEARNED_AT = (0.7, 0.55, 0.4, 0.3)
+LEARNED_MATCHING = "40 embed only ste"
+EARLIER = {
+    "informative weights": "ltm informative",
+    "gains trained": "ltm informative, gains trained",
+    "no protection": "ltm without protection",
+}
+"""Rows of the evaluation without training by the names of the tuning benchmark."""
+NOT_MEASURED = "not measured"
+TUNED = ("ltm calibrated 0.4 untrained 0", *(f"ltm calibrated 0.4 all {n}" for n in range(3)))
+PEERS = {
+    "ToMe (decreasing below 0.5)": "tome",
+    "ToMe, calibrated": "tome calibrated",
+    "ToFu": "tofu",
+    "ToFu at LTM's sites": "tofu at ltm's sites",
+    "PiToMe": "pitome",
+    "PiToMe, every block protects": "pitome protecting everywhere",
+    "PiToMe, calibrated": "pitome calibrated",
+    "DiffRate": "diffrate",
+    "DiffRate, calibrated": "diffrate calibrated",
+    "DTEM, untrained": "dtem",
+    "LTMP, thresholds set on images": "ltmp",
+    "LTM": "ltm",
+    "LTM, calibrated": "ltm calibrated",
+}
+"""Names of the rows of `reproduction.benchmarks.learning`."""
 
 
 def top1(method: str, share: float) -> float:
@@ -184,6 +290,53 @@ def _compiled(method: str, batch: int) -> float:
     return next(
         row["speedup"] for row in _read(SPEED)["rows"] if tuple(row[key] for key in keys) == wanted
     )
+
+
+def _headed(corner: str, shares: Sequence[float]) -> list[str]:
+    """The first lines of a table with a column a share."""
+    heads = " | ".join(f"{share:.2f}" for share in shares)
+    return [f"| {corner} | {heads} |", "|---" * (1 + len(shares)) + "|"]
+
+
+def _change(keys: Sequence[str]) -> str:
+    """Points against the original and KL, means over rows of the tuning benchmark."""
+    found = [row for row in map(_learned().get, keys) if row is not None]
+    if len(found) < len(keys):
+        return NOT_MEASURED
+    points = mean(100 * row["against_base"]["difference"] for row in found)
+    mark = r"\*" if any(row.get("earlier") for row in found) else ""
+    return f"{points:+.2f}, {mean(row['divergence'] for row in found):.3f}{mark}"
+
+
+def _with_interval(key: str) -> str:
+    row = _learned().get(key)
+    if row is None:
+        return NOT_MEASURED
+    low, high = (100 * row["against_base"][end] for end in ("low", "high"))
+    return f"{_change([key])} ({low:+.2f} to {high:+.2f})"
+
+
+@cache
+def _learned() -> dict[str, Any]:
+    """Rows of the tuning benchmark by key; where it lacks one, that of an earlier evaluation."""
+    rows = _read(ACCURACY)["rows"]
+    right = {id(row): torch.tensor([letter == "1" for letter in row["correct"]]) for row in rows}
+    base = next(right[id(row)] for row in rows if row["method"] == "base")
+    found: dict[str, Any] = {}
+    for row in rows:
+        against = dataclasses.asdict(paired_interval(right[id(row)], base))
+        key = f"{EARLIER.get(row['method'], row['method'])} {row['budget']:g} untrained 0"
+        found[key] = {"against_base": against, "divergence": row["divergence"], "earlier": True}
+    return found | {row["key"]: row for row in _rows(LEARNING)}
+
+
+def _explored(job: str) -> float:
+    """KL on the training images that were not fitted."""
+    return next(row["kl"] for row in _rows(EXPLORED) if row.get("job") == job)
+
+
+def _rows(path: str) -> list[Any]:
+    return [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
 
 
 def _read(path: str) -> Any:

@@ -3,18 +3,26 @@
 import re
 from pathlib import Path
 
-from reproduction.readme import PART, PARTS, updated
+import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+from reproduction.readme import PAGES, PART, PARTS, updated
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 NOT_MEASURED = {"3.11", "2,000", "70%", "40%", "1", "8", "128"}
 """Numbers in the text that state no result: a version, a number of images, a ratio, batch sizes."""
 
 
-def test_the_parts_of_readme_are_as_the_rows_say() -> None:
-    text = README.read_text()
-    assert {part[2] for part in PART.finditer(text)} == set(PARTS)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_parts_of_pages_are_as_the_rows_say(page: str) -> None:
+    text = (ROOT / page).read_text()
     assert updated(text) == text, "run python -m reproduction.readme"
+
+
+def test_every_part_is_on_a_page() -> None:
+    texts = [(ROOT / page).read_text() for page in PAGES]
+    assert {part[2] for text in texts for part in PART.finditer(text)} == set(PARTS)
 
 
 def test_readme_states_no_other_number() -> None:

@@ -6,32 +6,39 @@
 Everything that looks at images looks at `--fit`, without labels: calibration at 300 of them, tuning
 at four fifths, the rest decides what is kept. `--data` is evaluated once, at the end of each row.
 Rows are written as they are done, and a second call goes on where the first one stopped; `--part i/n`
-makes every n-th row, so that processes can share the work.
+makes every n-th row, so that processes can share the work. Rows that are not tuned take about two
+minutes each on a processor: `--only untrained`.
 """
 
 import argparse
 import copy
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ltm
 from ltm.api import fit_, measure_share
 from ltm.calibration import CalibrateSettings
+from ltm.core.mask_gradient import weigh
+from ltm.core.matching import Rule, by_attention, match_least_harm, merge_in_order
 from ltm.data.datasets import Splits
 from ltm.evaluation import records
 from ltm.evaluation.accuracy import evaluate, paired_interval, summarise
 from ltm.evaluation.images import load_batches, open_images
 from ltm.files import write_text
 from ltm.methods import MethodConfig, config_from_dict
+from ltm.methods.base import Decision, Hints, Merger, Site
+from ltm.methods.ltm.matched import MatchingMerger
 from ltm.models import ModelSource
 from ltm.training.distillation import Distillation, set_aside
 from ltm.training.recipes import FINETUNE, distilling
@@ -40,7 +47,7 @@ from ltm.training.settings import with_options
 from reproduction.benchmarks.recording import parser
 
 BASE = "base"
-RATIOS = (0.55, 0.4, 0.3)
+RATIOS = (0.55, 0.4, 0.3, 0.7)
 EPOCHS = 10
 """In each, every image is seen `--repeats` times."""
 
@@ -64,6 +71,47 @@ class Row:
         return f"{self.name} {self.ratio:g} {self.tuned or 'untrained'} {self.seed}"
 
 
+class BoundDecides(ltm.LTM):
+    """The informative step decides who leaves, in the place of the attention; it weighs nothing."""
+
+    def build(self, site: Site) -> Merger:
+        assert isinstance(self.weights, ltm.Informative)
+        return BoundDecidesMerger(site, self.matched, self.weights, self.choice_at(site.block))
+
+
+class BoundDecidesMerger(MatchingMerger):
+    """Tokens that the bound wants are protected."""
+
+    def forward(self, tokens: Tensor, hints: Hints) -> Decision:
+        k = self.site.num_prefix
+        rule = Rule(
+            num_leaving=tokens.shape[1] - k - hints.num_out,
+            num_prefix=k,
+            protection=self.protection,
+            attended=self.settings.attended,
+            keep_norm=True,
+        )
+        logits, wanted = weigh(tokens, hints.size, hints.carry, self.step(hints), k)
+        found = match_least_harm(tokens, rule, size=hints.size, attention=wanted)
+        weight = by_attention(None, tokens, hints.size, hints.importance, rule)
+        return Decision(merge=merge_in_order(found, weight, keep_norm=True), values=logits)
+
+
+class Answers(nn.Module):
+    """What a network says of batches that stay where they are; it is asked once for each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.known: dict[int, Tensor] = {}
+
+    def forward(self, images: Tensor) -> Tensor:
+        place = images.data_ptr()
+        if place not in self.known:
+            self.known[place] = self.model(images)
+        return self.known[place]
+
+
 class Bench:
     """A network, images to fit on and images to judge on."""
 
@@ -84,10 +132,21 @@ class Bench:
         self.judged = [
             (images.to(self.device), labels.to(self.device)) for images, labels in judged
         ]
-        few = load_batches(
-            self.fitting.take(300), args.fit, self.host, batch_size=100, workers=0, labelled=False
+        self.answers = Answers(self.host)
+        self.few = self._read(300)
+
+    def _read(self, number: int) -> Tensor:
+        """The first of the images to fit on."""
+        part = self.fitting.take(number)
+        batches = load_batches(
+            part, self.args.fit, self.host, batch_size=100, workers=0, labelled=False
         )
-        self.few = torch.cat([images for images, _ in few]).to(self.device)
+        return torch.cat([images for images, _ in batches]).to(self.device)
+
+    @cached_property
+    def many(self) -> Tensor:
+        """All images to fit on, for class statistics."""
+        return self._read(len(self.fitting))
 
     def config_of(self, row: Row) -> MethodConfig:
         """The method with its schedule."""
@@ -117,10 +176,13 @@ class Bench:
         if config.needs_images():
             fit_(model, self.few[:128], tolerance=0.01)
             share = measure_share(model, self.few[:128])
+        elif not row.tuned and isinstance(config, ltm.LTM) and config.weights is not None:
+            fit_(model, self.many)
         tuning: dict[str, Any] = {}
         if row.tuned:
             model, tuning = self.tune(model, row)
-        outputs = evaluate({BASE: self.host, "other": model.eval()}, self.judged, original=BASE)
+        models = {BASE: self.answers, "other": model.eval()}
+        outputs = evaluate(models, self.judged, original=BASE)
         found = outputs["other"]
         against = paired_interval(found.correct, outputs[BASE].correct)
         return {
@@ -173,8 +235,12 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         yield from (Row(**_given(name, config), **tuned) for name, config in peers(ratio).items())
     yield from (row for ratio in args.ratios for row in _parts(ratio, tuned))
     for ratio in args.ratios:
+        yield Row(**_given("ltm informative", ltm.LTM(ratio=ratio)))
+        decides = BoundDecides(ratio=ratio, weights=ltm.Informative(gain=1.0))
+        yield Row(**_given("ltm bound decides", decides))
+    for ratio in args.ratios:
         yield Row(**_calibrated("tome", ltm.ToMe(ratio=ratio)), **tuned)
-        for method in (ltm.ToMe, ltm.DiffRate, ltm.ToFu):
+        for method in (ltm.ToMe, ltm.DiffRate, ltm.ToFu, ltm.PiToMe):
             yield Row(**_calibrated(method.name, method(ratio=ratio)))
 
 
@@ -195,6 +261,8 @@ def _as_they_are(ratio: float) -> Iterator[dict[str, Any]]:
     yield _given("ltm", _plain(ratio))
     yield _calibrated("ltm", _plain(ratio))
     yield from (_given(name, config) for name, config in peers(ratio).items())
+    everywhere = ltm.PiToMe(ratio=ratio, protect_from=0.0)
+    yield _given("pitome protecting everywhere", everywhere)
     for method in (ltm.ToMe, ltm.ToFu):
         at = _given(f"{method.name} at ltm's sites", method(ratio=ratio))
         yield {**at, "counts_of_ltm": True}
@@ -237,7 +305,9 @@ def main() -> None:
     options.add_argument("--batch-size", type=int, default=128)
     options.add_argument("--trainable", default="biases")
     options.add_argument("--options", default="{}", help="further settings of the tuning, as JSON")
-    options.add_argument("--only", help="rows whose name, ratio and so on hold this text")
+    options.add_argument(
+        "--only", nargs="*", default=[""], help="rows whose name, ratio and so on match a pattern"
+    )
     options.add_argument("--part", default="0/1")
     options.add_argument("--deadline", type=float, default=1e9, help="seconds; no row starts later")
     options.add_argument("--workers", type=int, default=2)
@@ -252,7 +322,7 @@ def main() -> None:
     if path.exists():
         done = {json.loads(line)["key"] for line in path.read_text().splitlines()}
     bench = Bench(args)
-    wanted = [row for row in rows(args) if args.only is None or args.only in row.key]
+    wanted = [row for row in rows(args) if any(re.search(text, row.key) for text in args.only)]
     about: dict[str, Any] = {"environment": dataclasses.asdict(records.describe(bench.device))}
     words = [Path(word).name if Path(word).exists() else word for word in sys.argv[1:]]
     about["command"] = " ".join(["python -m reproduction.benchmarks.learning", *words])

@@ -4,6 +4,7 @@ import copy
 from itertools import pairwise
 
 import pytest
+import timm
 import torch
 from torch import Tensor
 
@@ -28,10 +29,14 @@ def tokens() -> Tensor:
     return torch.randn(2, 10, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_pitome_pairs_tokens_of_high_energy(tokens: Tensor) -> None:
+@pytest.mark.parametrize(("block", "protects"), [(3, False), (6, True)])
+def test_pitome_pairs_tokens_in_the_order_of_their_energy(
+    tokens: Tensor, block: int, protects: bool
+) -> None:
     keys = torch.randn(2, 10, 4, generator=torch.Generator().manual_seed(1))
-    decision = built(ltm.PiToMe())(tokens, Hints(num_out=6, keys=keys))
-    margin = 0.9 * (1 - 3 / 12)
+    config = ltm.PiToMe(margin=0.9)
+    decision = built(config, block=block)(tokens, Hints(num_out=6, keys=keys))
+    margin = 0.9 * (1 - block / 12)
     for image in range(2):
         unit = torch.nn.functional.normalize(keys[image, 1:], dim=-1)
         similarity = unit @ unit.T
@@ -39,11 +44,14 @@ def test_pitome_pairs_tokens_of_high_energy(tokens: Tensor) -> None:
             sum(float(x - margin if x > margin else torch.exp(x - margin) - 1) for x in row) / 9
             for row in similarity
         ]
-        order = sorted(range(9), key=lambda i: -energies[i])[:6]
+        order = sorted(range(9), key=lambda i: -energies[i])
+        order = order[:6] if protects else order
         sources, targets = order[::2], order[1::2]
+        best = {i: max(targets, key=lambda j, i=i: float(similarity[i, j])) for i in sources}
+        sources = sorted(sources, key=lambda i: -float(similarity[i, best[i]]))[:3]
         groups = {i: [i] for i in range(9) if i not in sources}
         for source in sources:
-            groups[max(targets, key=lambda j: float(similarity[source, j]))].append(source)
+            groups[best[source]].append(source)
         wanted = [tokens[image, 0]]
         wanted += [tokens[image, [1 + i for i in groups[at]]].mean(0) for at in sorted(groups)]
         torch.testing.assert_close(decision.merge(tokens)[image], torch.stack(wanted))
@@ -64,11 +72,25 @@ def test_diffrate_drops_the_last_and_merges_those_before(tokens: Tensor, dropped
         order = sorted(range(1, 10), key=lambda i: -float(importance[image, i]))
         stays, gone = order[:6], order[9 - round(3 * dropped) :]
         unit = torch.nn.functional.normalize(tokens[image], dim=-1)
-        groups = {i: [i] for i in stays}
+        groups, counted = {i: [i] for i in stays}, dict.fromkeys(stays, 1.0)
         for source in order[6 : 9 - len(gone)]:
-            groups[max(stays, key=lambda j: float(unit[source] @ unit[j]))].append(source)
+            target = max(stays, key=lambda j: float(unit[source] @ unit[j]))
+            groups[target].append(source)
+            counted[target] += max(0.0, float(unit[source] @ unit[target]))
         wanted = [tokens[image, 0], *(tokens[image, groups[i]].mean(0) for i in sorted(groups))]
         torch.testing.assert_close(merge(tokens)[image], torch.stack(wanted))
+        sizes = torch.tensor([1.0, *(counted[i] for i in sorted(groups))])
+        torch.testing.assert_close(merge.sizes(torch.ones(2, 10))[image], sizes)
+
+
+def test_diffrate_spreads_as_its_authors_learned_for_deit_ti() -> None:
+    """The published counts of patches at 0.7 GFLOPs, before the drop in the last block."""
+    published = [195, 191, 157, 132, 102, 87, 71, 63, 57, 48]
+    model = timm.create_model("vit_tiny_patch16_224")
+    found = ltm.merge_tokens_(model, ltm.DiffRate(ratio=0.62))
+    assert [site.block for site in found.sites] == list(range(1, 12))
+    counts = [site.num_out for site in found.sites[:-1]]
+    assert all(abs(a - b) <= 8 for a, b in zip(counts, published, strict=True)), counts
 
 
 def test_diffrate_lets_calibration_choose_what_is_dropped() -> None:

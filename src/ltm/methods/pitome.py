@@ -25,6 +25,9 @@ class PiToMe(MethodConfig):
     0 over the depth."""
     alpha: Annotated[float, Within(0, 10)] = 1.0
     """How strongly less similar tokens repel each other."""
+    protect_from: Annotated[float, Within(0, 1)] = 0.5
+    """The share of the depth from which tokens of low energy are protected. Before it all tokens
+    may pair up, and the most similar pairs merge, as in the authors' code."""
 
     name: ClassVar[str] = "pitome"
     description: ClassVar[str] = "tokens that are like many others pair up and become their mean"
@@ -33,7 +36,9 @@ class PiToMe(MethodConfig):
     sequences_only: ClassVar[bool] = True
 
     def build(self, site: Site) -> Merger:
-        return PiToMeMerger(site, self.margin * (1 - site.block / site.depth), self.alpha)
+        margin = self.margin * (1 - site.block / site.depth)
+        protects = site.block >= self.protect_from * site.depth
+        return PiToMeMerger(site, margin, self.alpha, protects=protects)
 
     def spread(
         self, strength: float, num_in: int, sites: tuple[int, ...], depth: int | None
@@ -46,9 +51,9 @@ class PiToMeMerger(Merger):
 
     needs = frozenset({"keys"})
 
-    def __init__(self, site: Site, margin: float, alpha: float) -> None:
+    def __init__(self, site: Site, margin: float, alpha: float, *, protects: bool) -> None:
         super().__init__(site)
-        self.margin, self.alpha = margin, alpha
+        self.margin, self.alpha, self.protects = margin, alpha, protects
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         assert hints.keys is not None
@@ -59,6 +64,7 @@ class PiToMeMerger(Merger):
             self.num_leaving(tokens, hints),
             margin=self.margin,
             alpha=self.alpha,
+            protects=self.protects,
             num_prefix=k,
         )
         return Decision(merge=merge_in_order(found, token_sizes(tokens, hints.size)))
@@ -75,20 +81,25 @@ def match_by_energy(
     *,
     margin: float,
     alpha: float,
+    protects: bool,
     num_prefix: int = 0,
 ) -> Match:
-    """Sort tokens by falling energy; of the first `2 num_leaving`, every other one leaves.
+    """In the order of falling energy, every other token may leave, to the most similar of the rest.
 
-    Each joins the most similar of those in between. If more than half of the tokens leave, those
-    with the highest energy do, and each may join any other.
+    If low energy protects, twice as many tokens as leave take part, those of highest energy. Else
+    all take part, and the most similar pairs merge. Where more than half of the tokens leave, it is
+    those of highest energy, and all others may take them in.
     """
     order = energy(similarity, margin, alpha).argsort(dim=1, descending=True, stable=True)
     num_tokens = order.shape[1]
-    pairs = 2 * num_leaving <= num_tokens
-    leaving = order[:, : 2 * num_leaving : 2] if pairs else order[:, :num_leaving]
-    taking = order[:, 1 : 2 * num_leaving : 2] if pairs else order[:, num_leaving:]
     absent = torch.zeros_like(order, dtype=torch.bool)
-    leaves = absent.scatter(1, leaving, value=True)
-    takes = absent.scatter(1, taking, value=True)
-    target = similarity.masked_fill(~takes[:, None], -torch.inf).argmax(dim=-1)
+    if 2 * num_leaving > num_tokens:
+        sources, takes = order[:, :num_leaving], order[:, num_leaving:]
+    else:
+        part = order[:, : 2 * num_leaving] if protects else order
+        sources, takes = part[:, ::2], part[:, 1::2]
+    open_to = absent.scatter(1, takes, value=True)
+    best, target = similarity.masked_fill(~open_to[:, None], -torch.inf).max(dim=-1)
+    first = best.gather(1, sources).topk(num_leaving, dim=1).indices
+    leaves = absent.scatter(1, sources.gather(1, first), value=True)
     return Match.of_patches(leaves, target, num_leaving, num_prefix)

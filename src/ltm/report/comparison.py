@@ -195,7 +195,8 @@ def _tuned(comparison: Comparison) -> list[str]:
         f"original went from {before:.4f} to {after:.4f}"
     )
     if found["kept"] == "tuned":
-        return [f"{how}."]
+        agreed, agrees = (percent(found[key]) for key in ("agreement_untrained", "agreement"))
+        return [f"{how}. It says the same as the original on {agrees} of them, before on {agreed}."]
     return [f"{how}. That is no better, so the untuned network is kept."]
 
 
