@@ -1,17 +1,21 @@
 """From options to a model: what works, and what is said where it cannot."""
 
 import pickle
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
 
 import ltm
-from ltm.api import image_size_of
+from ltm.api import image_size_of, pretrained
 from ltm.data.transforms import image_spec
 from ltm.models import ModelSource, check_classes, method_config, read_weights, split_methods
 
@@ -145,8 +149,25 @@ def test_pretrained_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPat
         raise OSError("no route to host\nat all")
 
     monkeypatch.setattr(timm, "create_model", fail)
+    monkeypatch.setattr(pretrained, "reaching_hub", lambda: nullcontext(""))
     with pytest.raises(ValueError, match=r"could not be fetched \(no route to host\): check"):
         load_model("test_vit", pretrained=True)
+
+
+def test_without_a_network_nothing_is_fetched_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    session = SimpleNamespace(head=refuse, request=refuse)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: session)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"could not be fetched \(https://.* cannot be reached\)"):
+        load_model("vit_tiny_patch16_224", pretrained=True)
+    assert time.monotonic() - began < 10, "the hub's client tried again and again"
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def test_other_sizes(weights: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -588,7 +589,7 @@ def create_model(
     """Make a timm model, which remembers its arguments for `ltm.save`."""
     import timm
 
-    from ltm.api.saving import remember_arguments
+    from ltm.api.pretrained import reaching_hub
 
     if name.startswith(_TRANSFORMERS):
         raise ValueError(
@@ -596,15 +597,29 @@ def create_model(
             "come with their weights, for the verbs that train nothing"
         )
     check_name(name)
+    known = timm.get_pretrained_cfg(name) if pretrained else None
+    on_hub = known is not None and known.hf_hub_id and known.file is None
+    with reaching_hub() if on_hub else nullcontext("") as unreached:
+        return _created(name, arguments or {}, pretrained=pretrained, unreached=unreached)
+
+
+def _created(
+    name: str, arguments: Mapping[str, Any], *, pretrained: bool, unreached: str
+) -> nn.Module:
+    import timm
+
+    from ltm.api.saving import remember_arguments
+
     try:
-        model = timm.create_model(name, pretrained=pretrained, **(arguments or {}))
-        return remember_arguments(model, arguments or {})
+        model = timm.create_model(name, pretrained=pretrained, **arguments)
+        return remember_arguments(model, arguments)
     except TypeError as error:
         raise ArgumentsError(f"model {name} does not take these arguments: {error}") from error
     except Exception as error:  # networks and hubs fail in ways of their own
         if pretrained:
+            reason = f"{unreached} cannot be reached" if unreached else first_line(error)
             raise ValueError(
-                f"the pretrained weights of {name} could not be fetched ({first_line(error)}): "
+                f"the pretrained weights of {name} could not be fetched ({reason}): "
                 "check the network, or give --weights FILE"
             ) from error
         raise ValueError(f"model {name} cannot be made: {first_line(error)}") from error

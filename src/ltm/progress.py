@@ -1,7 +1,9 @@
-"""A progress bar, silent where nobody watches; the first Ctrl-C keeps what is done."""
+"""A progress bar, or lines where output is no terminal; the first Ctrl-C keeps what is done."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -35,7 +37,7 @@ def progress_bar(
     console: Console | None = None,
     transient: bool = False,
 ) -> Iterator[Advance]:
-    """A bar on a terminal, and nothing elsewhere, so that logs stay clean; it needs `rich`.
+    """A bar on a terminal, a line every half minute elsewhere; it needs `rich`.
 
     Args:
         title: What stands before the bar.
@@ -58,6 +60,10 @@ def progress_bar(
     )
 
     console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield _LogLines(title, total)
+        return
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -65,8 +71,7 @@ def progress_bar(
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}"),
     )
-    hidden = not console.is_terminal
-    with Bar(*columns, console=console, disable=hidden, transient=transient) as bar:
+    with Bar(*columns, console=console, transient=transient) as bar:
         task = bar.add_task(title, total=total, text="")
 
         def advance(text: str = "", *, count: int = 1, total: int | None = None) -> None:
@@ -78,6 +83,39 @@ def progress_bar(
 
 def _say_nothing(text: str = "", *, count: int = 1, total: int | None = None) -> None:
     pass
+
+
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+class _LogLines:
+    """How far it is and how long it still takes, as lines of a log on standard error."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        self._title, self._total, self._done, self._text = title, total, 0, ""
+        self._began = self._told = time.monotonic()
+
+    def __call__(self, text: str = "", *, count: int = 1, total: int | None = None) -> None:
+        self._done += count
+        self._total, self._text = total or self._total, text or self._text
+        now = time.monotonic()
+        if now - self._told >= _SECONDS_BETWEEN_LINES:
+            self._told = now
+            print(self._line(now - self._began), file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        parts = [f"{self._title}: {self._done}"]
+        if self._total is not None:
+            left = (self._total - self._done) * seconds / max(1, self._done)
+            parts = [f"{parts[0]} of {self._total}", f"{duration(left)} left"]
+        return ", ".join([*parts, *([self._text] if self._text else [])])
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}"
 
 
 class Progress:

@@ -14,6 +14,7 @@ import ltm.api
 from ltm.api import collect_statistics_, mergers
 from ltm.core.cost import count_macs, meta_copy, meta_images
 from ltm.methods import methods
+from ltm.methods.ltm.learned import LearnedMerger
 from toys import GRIDS, SEQUENCES, TOYS, VARIANTS, pairs, pictures, size_of, toy
 
 FAMILIES = ("vit", "swin", "mobilevit", "efficientvit")
@@ -76,6 +77,8 @@ def test_a_budget_is_met_and_merging_happens(method, name):
     assert torch.isfinite(after).all()
     assert (after - before).abs().max() > 1e-6
     assert "blocks merge" in str(report)
+    learned = any(isinstance(merger, LearnedMerger) for _, merger in mergers(model))
+    assert ("Its masks are learned" in str(report)) == learned
     for _, merger in mergers(model):
         merger.activate_()
     assert (

@@ -224,6 +224,19 @@ def test_an_interrupt_keeps_what_was_measured(
     assert (tmp_path / "table.md").is_file()
 
 
+def test_an_interrupt_before_the_first_row_names_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Run, "compare", interrupted)
+    assert main(["benchmark", *QUICK, "--methods", "tome", "--output", str(tmp_path)]) == 130
+    said = capsys.readouterr().out
+    assert "interrupted; nothing was measured yet" in said
+    assert "metrics.json" not in said
+
+
 def test_no_race_starts_after_the_time_is_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -294,6 +294,28 @@ def test_the_file_and_the_code_do_what_the_report_says(
     assert np.abs(known["scores"] - eager["scores"].numpy()).max() < 0.5
 
 
+@pytest.mark.parametrize("form", ["onnxruntime", "eager"])
+def test_the_code_turns_photos_upright(
+    form: str, chosen: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    code = code_for(form, str(chosen), image_spec(model=ltm.load(chosen)))
+    orientation = Image.Exif()
+    orientation[0x0112] = 6  # the camera was held upright
+    upright = Image.open(next((place / "split/val").rglob("*.png"))).convert("RGB")
+    lying = upright.transpose(Image.Transpose.ROTATE_90)
+
+    def scores(photo: Image.Image, **options: Any) -> Any:
+        photo.save(place / "photo.jpg", quality=100, subsampling=0, **options)
+        known: dict[str, Any] = {}
+        exec(code, known)
+        return np.asarray(known["scores"])
+
+    turned = scores(lying, exif=orientation)
+    error, wrong = (np.abs(scores(p) - turned).max() for p in (upright, lying))
+    assert error < wrong / 4
+
+
 def test_a_time_goal_is_approached_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """With times that follow the multiply-adds exactly, a few rounds meet the goal."""
 

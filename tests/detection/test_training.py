@@ -144,3 +144,12 @@ def test_category_ids_with_gaps_come_back_in_the_results(tmp_path: Path) -> None
     found = trainer.evaluate()
     assert {result["category_id"] for result in found.results} <= {1, 90}
     assert found.scores.num_images == 4
+
+
+def test_evaluating_on_the_training_images_is_said(tmp_path: Path) -> None:
+    folder = write_coco_folder(ShapesDetection("train", 4, 48, 2), tmp_path)
+    told = "is used for training and for evaluation, so the scores are too high"
+    for source, said in ((str(folder), True), (TINY["data"]["source"], False)):
+        trainer = trainer_of(tiny(data={"source": source}))
+        lines = list(trainer.task.describe(trainer.model))
+        assert any(told in line for line in lines) == said

@@ -13,7 +13,7 @@ import yaml
 from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.measurement import Measurement
 from ltm.evaluation.records import percent, points
-from ltm.report.comparison import Comparison, CurvePoint, Deployment, verdicts
+from ltm.report.comparison import BlockChange, Comparison, CurvePoint, Deployment, verdicts
 from ltm.report.curves import Point, accuracy_figure, bottleneck_figure, tokens_figure
 from ltm.report.documents import (
     Illustration,
@@ -108,9 +108,67 @@ def test_a_slower_network_a_missed_budget_and_few_images_are_admitted(
     few = dataclasses.replace(ltm.accuracy, num_images=100, top1_interval=(0.65, 0.83))
     changed = _with(comparison, "ltm", timings=(slow,), share=0.74, accuracy=few)
     said = " ".join(verdicts(changed))
-    assert "slower, 0.80x at batch 1" in said
+    assert "slower (0.80x) at batch 1" in said
     assert "The budget of 0.70 was missed: the network keeps 0.740 of the multiply-adds." in said
     assert "Only 100 images were evaluated: top-1 itself is uncertain by 9.0 points" in said
+
+
+def test_an_original_at_chance_is_pointed_out(comparison: Comparison) -> None:
+    told = "Check its weights"
+    assert told not in " ".join(verdicts(dataclasses.replace(comparison, num_classes=100)))
+    base = comparison.base
+    assert base is not None
+    assert base.accuracy is not None
+    poor = dataclasses.replace(base.accuracy, top1=0.012, top1_interval=(0.008, 0.018))
+    changed = dataclasses.replace(_with(comparison, "base", accuracy=poor), num_classes=100)
+    said = " ".join(verdicts(changed))
+    assert "The original has 1.20% top-1, which guessing among 100 classes reaches too." in said
+
+
+def test_untrained_masks_are_pointed_out(comparison: Comparison) -> None:
+    told = "nothing has trained them yet"
+    assert told not in " ".join(verdicts(comparison))
+    changed = dataclasses.replace(comparison, untrained=True)
+    assert told in " ".join(verdicts(changed))
+    assert told in render_report(changed)
+
+
+@pytest.mark.parametrize(
+    ("block", "before", "after", "said"),
+    [
+        (11, "79", "7", True),
+        (11, "79", "70", False),
+        (8, "79", "7", False),
+        (11, "7 x 7", "2 x 2", False),
+    ],
+)
+def test_patch_tokens_that_leave_in_the_last_block_are_pointed_out(
+    block: int, before: str, after: str, said: bool, comparison: Comparison, tmp_path: Path
+) -> None:
+    last = BlockChange(block=block, before=before, after=after, how="pairs merge")
+    changed = dataclasses.replace(comparison, blocks=(*comparison.blocks, last))
+    told = "The last block keeps 7 of 79 patch tokens."
+    assert (told in " ".join(verdicts(changed))) == said
+    card = write_card(changed, tmp_path).read_text(encoding="utf-8")
+    assert (told in card and told in render_report(changed)) == said
+
+
+@pytest.mark.parametrize(("quartiles", "busy"), [((9.0, 14.0), True), ((9.9, 10.1), False)])
+def test_times_of_a_busy_machine_are_pointed_out(
+    quartiles: tuple[float, float], busy: bool, comparison: Comparison
+) -> None:
+    base = comparison.base
+    assert base is not None
+    timed = dataclasses.replace(base.timings[0], milliseconds=10.0, quartiles=quartiles)
+    said = " ".join(verdicts(_with(comparison, "base", timings=(timed,))))
+    assert ("The machine was busy with other work" in said) == busy
+
+
+def test_a_timing_that_others_interrupted_is_pointed_out(comparison: Comparison) -> None:
+    told = "The machine was busy with other work, so the times are unreliable."
+    for rate in (20.0, 300.0):
+        changed = dataclasses.replace(comparison, preemptions=rate)
+        assert (told in " ".join(verdicts(changed))) == (rate > 100)
 
 
 def test_a_stopped_run_says_so(comparison: Comparison) -> None:

@@ -40,6 +40,8 @@ class ConversionReport:
     num_blocks: int
     macs_before: int
     macs_after: int
+    learns: bool = False
+    """Whether its masks are learned: they have to be trained."""
 
     @property
     def share(self) -> float:
@@ -54,6 +56,8 @@ class ConversionReport:
             f"({self.share:.3f} of the original)"
         )
         lines = [f"  block {site.block:>2}: {_tokens(site)}" for site in merging]
+        if self.learns:
+            lines.append("  Its masks are learned: train them, or the network loses accuracy.")
         return "\n".join([headline, *lines])
 
 
@@ -181,8 +185,20 @@ def report(model: nn.Module) -> ConversionReport:
     done = conversion_of(model)
     num_blocks = done.sites[0].depth if done.sites else 0
     return ConversionReport(
-        done.family, done.config.name, done.sites, num_blocks, done.macs_before, done.macs_after
+        family=done.family,
+        method=done.config.name,
+        sites=done.sites,
+        num_blocks=num_blocks,
+        macs_before=done.macs_before,
+        macs_after=done.macs_after,
+        learns=learns_masks(model) and not done.frozen,
     )
+
+
+def learns_masks(model: nn.Module) -> bool:
+    """Whether a converted model has masks that are learned in training."""
+    done = conversion_of(model)
+    return any(done.config.learns(site) for site in done.sites if site.merges)
 
 
 def mergers(model: nn.Module) -> Iterator[tuple[str, Merger]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
@@ -13,8 +15,29 @@ from ltm.extras import require
 
 SCHEME = "hf:"
 """How a name of transformers begins."""
+_SECONDS_TO_REACH = 10.0
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """PIL's numbers, which processors store."""
+
+
+@contextmanager
+def reaching_hub() -> Iterator[str]:
+    """Look in the cache alone if the hub cannot be reached, and give its address; else "".
+
+    Its client would retry for a minute.
+    """
+    from huggingface_hub import constants  # noqa: PLC0415 - slow
+    from huggingface_hub.utils import get_session  # noqa: PLC0415
+
+    before, unreached = constants.HF_HUB_OFFLINE, ""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS_TO_REACH)
+    except Exception:  # noqa: BLE001 - its HTTP library changes, and the errors with it
+        constants.HF_HUB_OFFLINE, unreached = True, constants.ENDPOINT
+    try:
+        yield unreached
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def open_pretrained(name: str) -> nn.Module:
@@ -27,13 +50,19 @@ def open_pretrained(name: str) -> nn.Module:
     """
     transformers = require("transformers", extra="transformers")
     import_families(["transformers"])
+    with nullcontext("") if Path(name).exists() else reaching_hub() as unreached:
+        return _opened(name, transformers, unreached)
+
+
+def _opened(name: str, transformers: Any, unreached: str) -> nn.Module:
     known: dict[str, Any] = {k.__name__: k for a in adapters() for k in a.networks()}
     try:
         config: Any = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        reason = f"{unreached} cannot be reached" if unreached else first_line(error)
         raise ValueError(
-            f"model {SCHEME}{name} cannot be found ({first_line(error)}): give a name of the hub, "
-            "or a folder with a config.json of transformers"
+            f"model {SCHEME}{name} cannot be found ({reason}): give a name of the hub, or a folder "
+            "with a config.json of transformers"
         ) from error
     named = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if named not in known:

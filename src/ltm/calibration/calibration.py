@@ -300,7 +300,7 @@ class Calibration:
 
     def shown(self, budget: float, *, silent: bool) -> CalibrateResult:
         """`within` a budget, with a progress bar on a terminal; Ctrl-C keeps the best so far."""
-        with _showing(self.search, self.settings.trials, lambda _: None, silent=silent):
+        with _showing(self.search, self.search.num_trials, lambda _: None, silent=silent):
             return _unless_pressed(self.within(budget))
 
     def sketch(self, budget: float) -> MethodConfig | None:

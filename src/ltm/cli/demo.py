@@ -135,6 +135,7 @@ def _accuracy_at_random(result: CompressResult, settings: DemoSettings) -> float
 def _story(result: CompressResult, control: float) -> list[str]:
     """What was found, the gain first, and how to run it."""
     from ltm.evaluation.records import text_table
+    from ltm.report.comparison import too_busy
     from ltm.report.documents import forms_table
 
     base, compressed = result.comparison.base, result.comparison.compressed
@@ -154,11 +155,12 @@ def _story(result: CompressResult, control: float) -> list[str]:
     least = min(_CONTROL_IMAGES, number)
     macs = f"Multiply-adds an image: {base.gmacs:.2f} billion before, {compressed.gmacs:.2f} now."
     gain = _gain(result)
-    table = forms_table(result.comparison)
+    table, busy = forms_table(result.comparison), too_busy(result.comparison)
     return [
         f"{gain} and {kept}" if gain else f"At {compressed.share:.2f}: {kept}",
         "",
         *([text_table(table), ""] if len(table) > 1 else []),
+        *([busy, ""] if busy else []),
         f"{macs} Nothing was trained.",
         f"Merging as many tokens at random leaves {100 * control:.1f}% of {least} images right.",
         "",

@@ -25,6 +25,7 @@ from ltm.api import (
     conversion_of,
     fit_,
     freeze_,
+    learns_masks,
     merging_copy,
     report,
     save,
@@ -715,6 +716,9 @@ class _Compression:
             lead=self._lead(),
             blocks=() if done is None else block_changes(self.model),
             num_blocks=0 if done is None else done.num_blocks,
+            num_classes=len(self.images.evaluation.class_names),
+            untrained=done is not None and self._is_untrained(),
+            preemptions=self.measured.preemptions,
             left_out=self.left_out,
             deployment=None if done is None else self._deployment(),
             curve=tuple(self.curve),
@@ -723,6 +727,13 @@ class _Compression:
             goal_ms=settings.budget_ms,
             interrupted=self.interrupted,
         )
+
+    def _is_untrained(self) -> bool:
+        """Whether masks are learned, and neither fine-tuning nor tuning has trained them."""
+        trained = self.settings.finetune_epochs or (
+            self.tuning is not None and self.settings.trainable in ("mergers", "all")
+        )
+        return not trained and learns_masks(self.model)
 
     def _deployment(self) -> Deployment:
         """How to run the result, and how its file's predictions compare."""

@@ -51,10 +51,11 @@ class FileNetwork(nn.Module):
 
 _LOAD = """\
 import ltm, timm, torch
-from PIL import Image
+from PIL import Image, ImageOps
 model = ltm.load("{folder}"){placed}
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-image = transform(Image.open("photo.jpg").convert("RGB"))[None]{placed}
+photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
+image = transform(photo)[None]{placed}
 """
 _EAGER = """\
 with torch.inference_mode(): scores = model(image)
@@ -70,7 +71,8 @@ _ONNX = """\
 import numpy, onnxruntime
 from PIL import Image, ImageOps
 session = onnxruntime.InferenceSession("{folder}/model.onnx")
-image = ImageOps.fit(Image.open("photo.jpg").convert("RGB"), {size}, {method}, bleed={bleed:g})
+photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
+image = ImageOps.fit(photo, {size}, {method}, bleed={bleed:g})
 pixels = (numpy.asarray(image) / 255 - {mean}) / {std}
 scores = session.run(None, {{"images": pixels.astype("float32").transpose(2, 0, 1)[None]}})[0]
 """

@@ -133,7 +133,7 @@ class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
         self._files = files
         self._images = annotations.images
         self._by_image = annotations.by_image
-        self._where = annotations.where
+        self.where = annotations.where
         self._label_of = {number: 1 + place for place, number in enumerate(self.category_ids)}
 
     @property
@@ -199,7 +199,7 @@ class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
             try:
                 mask[:] = item.mask(image.height, image.width)
             except ValueError as error:
-                raise ValueError(f"{self._where}: {error}") from error
+                raise ValueError(f"{self.where}: {error}") from error
         return torch.from_numpy(masks)
 
 

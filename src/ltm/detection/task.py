@@ -168,6 +168,12 @@ class Detection(Task):
             yield str(report(network))
         train, val = self.splits.train, self.splits.val
         yield f"{len(train)} images to train on, {len(val)} to evaluate on"
+        shared = None if self._given_splits is not None else _shared_annotations(train, val)
+        if shared is not None:
+            yield (
+                f"warning: {shared} is used for training and for evaluation, so the scores are too "
+                "high; give --val-annotations, or data with splits"
+            )
 
     def start(self, fabric: Fabric, model: nn.Module) -> Loader:
         self.fabric = fabric
@@ -252,6 +258,13 @@ def detector_config(settings: DetectionSettings, num_classes: int) -> DetectorCo
         num_classes=num_classes,
         merging=None if saved else method_config(settings.merge),
     )
+
+
+def _shared_annotations(train: _Dataset, val: _Dataset) -> str | None:
+    """The annotation file that both are read from, if there is one."""
+    if not (isinstance(train, CocoDetection) and isinstance(val, CocoDetection)):
+        return None
+    return val.where if train.where == val.where else None
 
 
 def open_splits(settings: DetectionSettings) -> DetectionSplits:

@@ -59,6 +59,11 @@ class Accuracy:
     divergence: float | None
 
 
+def is_at_chance(accuracy: Accuracy, num_classes: int) -> bool:
+    """Whether as many images could be right by guessing one of so many classes."""
+    return num_classes > 1 and accuracy.top1_interval[0] <= 1 / num_classes
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
     """The accuracy of one network less that of another on the same images."""

@@ -443,6 +443,8 @@ class _Run:
     def _whereabouts(self) -> str:
         if self.folder is None:
             return "nothing was written: give --output"
+        if not self.file.rows:
+            return "nothing was measured yet"
         return f"{len(self.file.rows)} rows are in {self.folder}/metrics.json and table.md"
 
 

@@ -26,7 +26,7 @@ from ltm.evaluation.bottleneck import overall
 from ltm.evaluation.images import load_batches, open_images, sample_images
 from ltm.evaluation.latency import BASE
 from ltm.evaluation.measurement import Measurement, Measurements
-from ltm.evaluation.records import describe, text_table
+from ltm.evaluation.records import describe, percent, points, text_table
 from ltm.evaluation.settings import EvaluateSettings
 from ltm.files import write_metrics
 from ltm.models import (
@@ -221,10 +221,6 @@ def _numbers(row: Measurement, planned: float, against: PairedDifference) -> dic
     }
 
 
-def _per_cent(value: float, sign: str = "") -> str:
-    return f"{100 * value:{sign}.2f}"
-
-
 def _nats(row: dict[str, Any], name: str) -> str:
     last = row["bottleneck"]["overall"]
     return "" if last is None else f"{last[name]:.3f}"
@@ -232,20 +228,20 @@ def _nats(row: dict[str, Any], name: str) -> str:
 
 def _paired(row: dict[str, Any]) -> str:
     against = row["against_base"]
-    return f"{_per_cent(against['low'], '+')} to {_per_cent(against['high'], '+')}"
+    return f"{points(against['low'])} to {points(against['high'])}"
 
 
 _LINES: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "parameters (M)": lambda row, _: f"{row['parameters'] / 1e6:.2f}",
     "GMACs": lambda row, _: f"{row['measured_gmacs']:.3f}",
     "share of MACs": lambda row, base: f"{row['measured_gmacs'] / base['measured_gmacs']:.3f}",
-    "top-1 (%)": lambda row, _: _per_cent(row["top1"]),
-    "against base": lambda row, _: _per_cent(row["against_base"]["difference"], "+"),
+    "top-1 (%)": lambda row, _: percent(row["top1"]),
+    "against base": lambda row, _: points(row["against_base"]["difference"]),
     "95% interval": lambda row, base: "" if row is base else _paired(row),
-    "top-5 (%)": lambda row, _: _per_cent(row["top5"]),
-    "agreement (%)": lambda row, _: _per_cent(row["agreement"]),
+    "top-5 (%)": lambda row, _: percent(row["top5"]),
+    "agreement (%)": lambda row, _: percent(row["agreement"]),
     "divergence (nats)": lambda row, _: f"{row['divergence']:.4f}",
-    "calibration error (%)": lambda row, _: _per_cent(row["calibration_error"]),
+    "calibration error (%)": lambda row, _: percent(row["calibration_error"]),
     "IB loss (nats)": lambda row, _: _nats(row, "loss"),
     "IB bound (nats)": lambda row, _: _nats(row, "bound"),
 }

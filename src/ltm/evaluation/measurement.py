@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -74,6 +76,8 @@ class Measurements:
         self.sites: list[SiteBottleneck] = []
         self.tokens: dict[str, dict[int, float]] = {}
         self.timings: list[Timing] = []
+        self.preemptions = 0.0
+        """How often other processes took a core while networks were timed, per second of work."""
 
     def measure_accuracy(
         self, batches: Iterable[Any], files: Mapping[str, nn.Module] | None = None
@@ -132,7 +136,11 @@ class Measurements:
                 rounds=rounds,
             )
             batch = images(batch_size)
+            switches, work = _forced_switches(), time.process_time()
             self.timings += measure_latency(candidates, conditions, modes, images=batch)
+            seconds = max(1.0, time.process_time() - work)  # less tells nothing
+            rate = (_forced_switches() - switches) / seconds
+            self.preemptions = max(self.preemptions, rate)
 
     def difference(self, method: str, other: str) -> PairedDifference:
         """Accuracy of one network less that of another, image by image."""
@@ -196,3 +204,12 @@ def tokens_by_block(model: nn.Module, images: Tensor) -> dict[int, float]:
         if record.size is not None:
             counts[record.block] = float((record.size[:, prefix:] > 0).sum(1).float().mean())
     return counts
+
+
+def _forced_switches() -> int:
+    """How often the system gave a core of this process to another; 0 where it does not say."""
+    if sys.platform == "win32":
+        return 0
+    import resource  # noqa: PLC0415 - Windows has none
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -266,7 +266,7 @@ class MethodConfig(ABC):
     - where it merges, and how much: `choose_sites`, `spread`, `prefers_few`, `keeps_grid`,
       `sequences_only`, `counting`, `for_feature_maps`
     - what it learns from images: `needs_images`, `fit_`
-    - training: `learning_rate`, `extra_loss`
+    - training: `learning_rate`, `learns`, `extra_loss`
     - what calibration may search: `unschedulable`, `variations`, `choices`, `choice_at`,
       `settings_for`
     - nested settings, settings with one value per site, compatibility with old files:
@@ -416,6 +416,10 @@ class MethodConfig(ABC):
     def learning_rate(self, parameter: str) -> float | None:
         """The learning rate of a merger's parameter; None uses that of the training settings."""
         return None
+
+    def learns(self, site: Site) -> bool:
+        """Whether the masks of a site are learned, so that they are of little use untrained."""
+        return False
 
     def extra_loss(
         self, mergers: Sequence[Merger], share: Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ltm.api import conversion_of
-from ltm.evaluation.accuracy import PairedDifference
+from ltm.evaluation.accuracy import PairedDifference, is_at_chance
 from ltm.evaluation.latency import BASE, Timing
 from ltm.evaluation.measurement import Measurement
 from ltm.evaluation.modes import TITLES
@@ -96,6 +96,12 @@ class Comparison:
     """Accuracy of the compressed network less that of each peer, image by image."""
     blocks: tuple[BlockChange, ...] = ()
     num_blocks: int = 0
+    num_classes: int = 0
+    """Of the evaluated images; 0 where that is not known."""
+    untrained: bool = False
+    """Whether masks are learned that nothing has trained."""
+    preemptions: float = 0.0
+    """How often other processes took a core while networks were timed, per second of work."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Methods that could not be compared, and why."""
     deployment: Deployment | None = None
@@ -375,7 +381,7 @@ def _speed_part(timing: Timing, *, at: bool = True) -> str:
     if _is_faster(timing):
         said = f"{timing.speedup:.2f}x as fast"
     elif round(high, 2) < 1:
-        said = f"slower, {timing.speedup:.2f}x"
+        said = f"slower ({timing.speedup:.2f}x)"
     else:
         said = "no gain"
     return f"{said} at batch {timing.batch_size}" if at else said
@@ -405,8 +411,15 @@ def _standing(difference: PairedDifference, name: str) -> str:
     return "too close to call"
 
 
+_UNSTEADY = 0.2
+"""Quartiles of times that lie this share of the median apart tell of a busy machine."""
+_MOST_PREEMPTIONS = 100.0
+"""An idle machine takes a core a few times a second, a busy one hundreds of times."""
+
+
 def _cautions(comparison: Comparison) -> list[str]:
-    sentences = []
+    found = (said(comparison) for said in (_at_chance, _untrained, _patch_features, too_busy))
+    sentences = [sentence for sentence in found if sentence]
     compressed = comparison.compressed
     accuracy = None if compressed is None else compressed.accuracy
     if accuracy is not None and accuracy.num_images < _FEW_IMAGES:
@@ -421,3 +434,49 @@ def _cautions(comparison: Comparison) -> list[str]:
             "measured."
         )
     return sentences
+
+
+def _at_chance(comparison: Comparison) -> str:
+    base = comparison.base
+    found = None if base is None else base.accuracy
+    if found is None or not is_at_chance(found, comparison.num_classes):
+        return ""
+    return (
+        f"The original has {percent(found.top1)}% top-1, which guessing among "
+        f"{comparison.num_classes:,} classes reaches too. Check its weights, the order of the "
+        "classes and the preprocessing."
+    )
+
+
+def _untrained(comparison: Comparison) -> str:
+    if not comparison.untrained:
+        return ""
+    return (
+        "The masks of this network are learned, and nothing has trained them yet. Train them "
+        "with --finetune-epochs or ltm finetune."
+    )
+
+
+def _patch_features(comparison: Comparison) -> str:
+    last = comparison.blocks[-1] if comparison.blocks else None
+    if last is None or last.block + 1 < comparison.num_blocks or not last.before.isdigit():
+        return ""
+    if 2 * int(last.after) > int(last.before):
+        return ""
+    return (
+        f"The last block keeps {last.after} of {last.before} patch tokens. The class scores do not "
+        "need them, but patch features do: take those from an earlier block."
+    )
+
+
+def too_busy(comparison: Comparison) -> str:
+    """A sentence where the machine was too busy to time; else empty."""
+    base = comparison.base
+    spreads = [
+        (timing.quartiles[1] - timing.quartiles[0]) / timing.milliseconds
+        for timing in (() if base is None else base.timings)
+        if timing.milliseconds and timing.quartiles
+    ]
+    if max(spreads, default=0.0) <= _UNSTEADY and comparison.preemptions <= _MOST_PREEMPTIONS:
+        return ""
+    return "The machine was busy with other work, so the times are unreliable. Measure them again."

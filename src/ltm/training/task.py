@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ltm.data.loading import Loader
 from ltm.models import Say
 from ltm.processes import sum_over_processes
+from ltm.progress import duration
 from ltm.training.fabric import Fabric
 
 
@@ -66,14 +67,7 @@ class EpochRow:
         parts = [f"epoch {self.epoch}/{epochs}", f"loss {self.train_loss:.4f}", *self.numbers()]
         parts += [] if self.merging else ["not merging"]
         parts.append(f"{speed:.0f} images/s" if speed >= 100 else f"{speed:.1f} images/s")
-        return "  ".join([*parts, f"{_duration(seconds_left)} left"])
-
-
-def _duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
-    whole = max(0, round(seconds))
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}"
+        return "  ".join([*parts, f"{duration(seconds_left)} left"])
 
 
 class Step(NamedTuple):

@@ -179,6 +179,9 @@ class LTM(MethodConfig):
         kind = UnimportantMerger if choice.operator == "prune_unimportant" else MatchingMerger
         return kind(site, self.matched, weights, choice)
 
+    def learns(self, site: Site) -> bool:
+        return self.is_learned(grid=site.grid_in is not None)
+
     def fit_(self, mergers: Sequence[Merger], images: Images, *, tolerance: float) -> None:
         if statistical(mergers):
             images.collect_statistics_()
