@@ -87,7 +87,7 @@ BAD = {
     "empty folder": (["{place}/run"], [], "holds no images"),
     "wrong target": (["{place}/images"], ["--targets", "a,b"], "write row,column"),
     "far target": (["{place}/images/0.png"], ["--targets", "9,9"], "outside the image"),
-    "wrong number": (["{place}/images"], ["--targets", "1,1", "2,2"], "give one or all"),
+    "wrong number": (["{place}/images"], ["--targets", "1,1", "2,2"], "give one, or one for each"),
     "wrong site": (["{place}/images"], ["--sites", "7"], "blocks that merge: 1, 2"),
     "no limit": (["{place}/images"], ["--limit", "0"], "limit is 0, but must be at least 1"),
     "two methods": ([], ["--method", "tome"], "a saved run merges already; leave --method out"),

@@ -60,7 +60,7 @@ class CalibrateSettings:
             )
         budget_ms = self.budget_ms
         require(budget_ms is None or budget_ms > 0, "budget_ms", budget_ms, "positive")
-        for name in ("sites", "trials", "time_batch", "multiple", "batch_size", "images"):
+        for name in ("sites", "trials", "time_batch", "multiple", "batch_size"):
             require_least(name, getattr(self, name))
         for name in ("memory_bytes", "workers"):
             require_least(name, getattr(self, name), 0)
