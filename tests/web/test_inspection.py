@@ -9,6 +9,7 @@ from ltm import LTM
 from ltm.api import conversion_of, merging_copy
 from ltm.data.shapes import example_pictures
 from ltm.evaluation.measurement import tokens_by_block
+from ltm.methods import methods
 from ltm.report.pictures import prepare
 from ltm.web.inspection import inspect
 from ltm.web.networks import (
@@ -101,7 +102,9 @@ def test_a_saved_network_is_shown_as_saved(networks: Networks) -> None:
     vit = networks[VIT]
     saved = networks.merging(VIT, "LTM", 0.6)
     own = as_network("own", saved, vit.spec, vit.class_names)
-    assert own.methods == ("as saved", "LTM", "ToFu", "ToMe")  # LTMP would need images
+    titles = {method.title for method in methods().values()}
+    assert own.methods[0] == "as saved"
+    assert sorted(own.methods[1:]) == sorted(titles - {"LTMP"})  # LTMP would need images
     shown = Networks({"own": own})
     picture = example_pictures(1)[0].image
     seen = inspect(own, shown.merging("own", "as saved", 0.9), picture, rounds=0)
