@@ -81,7 +81,7 @@ def merge_tokens_(
         raise TypeError(
             f"config: got {type(config).__name__}; give a method's config, such as ltm.LTM()."
         )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"model: got {type(model).__name__}; convert the network before it is wrapped."
         )
