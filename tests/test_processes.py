@@ -9,8 +9,17 @@ from torch import Tensor
 
 from evaluation_worker import JOBS, Job, batches_of, in_processes
 from ltm.evaluation.bottleneck import SiteBottleneck
+from ltm.processes import local_device
 
 pytestmark = pytest.mark.slow
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert local_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="device is cuda:9, but the CUDA devices are cuda:0 to cu"):
+        local_device("cuda:9")
 
 
 def labelled(shape: tuple[int, ...], num_classes: int) -> dict[str, Tensor]:
@@ -47,7 +56,7 @@ def test_uneven_processes_give_what_one_gives(tmp_path: Path) -> None:
     name, data, sizes = jobs[0]
     assert uneven == [JOBS[name](batches_of(data, 0, sum(sizes)))] * 2
     assert empty == empty_too
-    assert empty == ["images are needed, but one of the processes has none of them"] * 2
+    assert empty == ["one of the processes has no images"] * 2
     name, data, sizes = jobs[2]
     alone = JOBS[name](batches_of(data, 0, sum(sizes)))
     assert isinstance(alone, list)

@@ -34,8 +34,7 @@ from ltm.api import is_merging
 from ltm.data.reading import Chunk, Preparation, read_chunks
 from ltm.data.sources import find_parts
 from ltm.data.transforms import ImageSpec, evaluation_transform
-from ltm.deployment.embedding import one_ahead
-from ltm.deployment.jobs import stacked
+from ltm.deployment.embedding import one_ahead, stacked
 from ltm.deployment.tables import Tables
 from ltm.evaluation.modes import use_fast_paths_
 from reproduction.benchmarks.recording import machine, parser, table, write_rows

@@ -96,7 +96,7 @@ def remove_channels_(
     model: nn.Module, keep: dict[str, Tensor], image_size: tuple[int, int]
 ) -> None:
     """Take hidden channels away for good, with torch-pruning's dependency graph."""
-    pruning = require("torch_pruning", extra="reproduction")
+    pruning = require("torch_pruning")
     device = next(model.parameters()).device
     example = torch.zeros(2, 3, *image_size, device=device)
     model.eval()

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
         image_features as image_features,
         information_bottleneck as information_bottleneck,
     )
-    from ltm.deployment.embedding import embed as embed
+    from ltm.deployment.embedding import EmbedResult as EmbedResult, embed as embed
     from ltm.deployment.export import ExportResult as ExportResult, export as export
-    from ltm.deployment.jobs import EmbedResult as EmbedResult
     from ltm.deployment.prediction import Predictions as Predictions, predict as predict
     from ltm.deployment.predictor import BatchPredictor as BatchPredictor
     from ltm.deployment.settings import (
@@ -100,10 +99,9 @@ _HOMES = {
     "ltm.compression.compress": ("CompressResult", "compress"),
     "ltm.compression.settings": ("CompressSettings",),
     "ltm.core.bottleneck": ("InformationBottleneck", "image_features", "information_bottleneck"),
-    "ltm.deployment.embedding": ("embed",),
+    "ltm.deployment.embedding": ("EmbedResult", "embed"),
     "ltm.deployment.export": ("ExportResult", "export"),
     "ltm.deployment.prediction": ("Predictions", "predict"),
-    "ltm.deployment.jobs": ("EmbedResult",),
     "ltm.deployment.predictor": ("BatchPredictor",),
     "ltm.deployment.settings": ("EmbedSettings", "ExportSettings", "PredictSettings"),
     "ltm.evaluation.benchmark": ("BenchmarkResult", "benchmark"),

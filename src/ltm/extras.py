@@ -14,6 +14,7 @@ _EXTRA_OF = {
     "rich": "cli",
     "tyro": "cli",
     "webdataset": "cli",
+    "braceexpand": "cli",
     "matplotlib": "report",
     "lightning": "train",
     "peft": "train",
@@ -22,35 +23,32 @@ _EXTRA_OF = {
     "onnx": "export",
     "onnxruntime": "export",
     "onnxscript": "export",
+    "onnx_ir": "export",
     "torchao": "export",
     "gradio": "web",
     "faster_coco_eval": "detection",
     "pycocotools": "detection",
     "pyarrow": "scale",
     "ray": "ray",
+    "open_clip": "clip",
+    "torch_pruning": "reproduction",
 }
-"""Which extra installs a module that some of ours import at their top."""
+"""The extra that installs a package; a package that is not listed is installed by its own name."""
 
 
 class MissingExtraError(ModuleNotFoundError, ValueError):
     """An optional package is not installed."""
 
 
-def require(module: str, *, extra: str | None = None) -> Any:
-    """Import an optional module, or say in one sentence how to install it.
-
-    Args:
-        module: its name, such as `onnx` or `onnxruntime.quantization`.
-        extra: the extra of `ltm` that installs it; None for a package that no extra installs.
-    """
+def require(module: str) -> Any:
+    """Import an optional module, such as `onnxruntime.quantization`, or say how to install it."""
     package = module.partition(".")[0]
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        source = package.replace("_", "-") if extra is None else f"'ltm[{extra}]'"
-        raise MissingExtraError(_sentence(package, source), name=package) from error
+        raise _missing(package) from error
 
 
 def lazy_names(
@@ -78,12 +76,15 @@ def lazy_names(
 
 
 def named(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error of an import, with the extra to install where an extra of `ltm` has the module."""
+    """The error of an import; it names the extra that installs the package, if one does."""
     package = (error.name or "").partition(".")[0]
     if isinstance(error, MissingExtraError) or package not in _EXTRA_OF:
         return error
-    return MissingExtraError(_sentence(package, f"'ltm[{_EXTRA_OF[package]}]'"), name=package)
+    return _missing(package)
 
 
-def _sentence(package: str, source: str) -> str:
-    return f"{package} is not installed, and this needs it: pip install {source}"
+def _missing(package: str) -> MissingExtraError:
+    extra = _EXTRA_OF.get(package)
+    source = package.replace("_", "-") if extra is None else f"'ltm[{extra}]'"
+    said = f"{package} is not installed, and this needs it: pip install {source}"
+    return MissingExtraError(said, name=package)

@@ -1,4 +1,4 @@
-"""Files in a folder of results: checked before any work, written whole or not at all."""
+"""Files of results. Folders are checked before any work; files are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def write_json(path: Path, values: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; what is none is a ValueError of one sentence."""
+    """Read a JSON file; one that is damaged or too large is a ValueError."""
     size = path.stat().st_size
     if size > _LARGEST_JSON:
         raise ValueError(f"{path} has {size} bytes; at most {_LARGEST_JSON} are read")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no readable JSON ({error}); copy it again") from error
+        raise ValueError(f"{path} is not readable JSON ({error}); copy it again") from error
 
 
 @contextmanager
 def locked(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold the lock file `path` while inside; wait for whoever holds it, for ever by default."""
+    """Hold the lock file `path` while inside; wait for its holder, forever by default."""
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +71,9 @@ def locked(path: Path, timeout: float = -1) -> Iterator[None]:
 
 @contextmanager
 def shared_lock(path: Path, *, exclusive: bool) -> Iterator[bool]:
-    """Hold the file `path` together with others, or alone; yields whether it had to wait for that.
+    """Hold the lock file `path`, alone or together with others; yields whether it had to wait.
 
-    Where the system has no such locks (Windows), nobody waits.
+    Windows has no such locks, so nobody waits there.
     """
     try:
         import fcntl
@@ -90,7 +90,7 @@ def shared_lock(path: Path, *, exclusive: bool) -> Iterator[bool]:
             fcntl.flock(file, kind)
         try:
             yield waited
-        finally:  # at once: child processes may have inherited the open file
+        finally:  # closing is not enough: child processes may have inherited the open file
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -98,20 +98,21 @@ def shared_lock(path: Path, *, exclusive: bool) -> Iterator[bool]:
 
 _LOCK = ".lock"
 _UNFINISHED = ".unfinished-"
-"""How folders are called in which results are being written."""
+"""How the name of a folder begins in which results are being written."""
 _COMPLETE = ".complete"
-"""What such a folder is called once all is written, and its files move to their places."""
+"""Its name once all is written and its files move to their places."""
 _REPLACED = ".replaced"
-"""Lists patterns of files that belong to earlier results."""
+"""A file in it: patterns of earlier results, which the new ones replace."""
 
 command_words: ContextVar[str | None] = ContextVar("command_words", default=None)
-"""The command that runs, as others are told; by default the words that this process was given."""
+"""The running command, for messages to other runs; by default this process's arguments."""
 
 _LOOKS, _PATIENCE, _PAUSE = 3, 20, 0.05
-"""How often to look again, and the seconds between, where another process is about to be done."""
+"""How often to try a lock, how often to wait for a process that is nearly done, and the seconds
+between tries."""
 
 _held: set[tuple[Path, int]] = set()
-"""Folders that this process holds, and the thread that does."""
+"""The folders that this process holds, each with the thread that holds it."""
 _handles: set[int] = set()
 
 
@@ -128,20 +129,20 @@ def output_folder(
     written: Sequence[str] = (),
     shared: bool = False,
 ) -> Iterator[None]:
-    """Hold a folder of results while a run lasts; what cannot work is said before it begins.
+    """Hold a folder of results during a run; refuse what cannot work before the run begins.
 
-    A second run into the folder is refused with `FolderInUseError`. The lock is the system's: that
-    of a killed run is gone with it. Of processes that torchrun started the first one holds the
-    folder. The thread that holds it may ask again, as `save` does inside a run. A folder that is
-    still empty at the end goes, if it was made here.
+    A second run into the folder is refused with `FolderInUseError`. The operating system releases
+    the lock of a killed run. Of the processes that torchrun started, the first holds the folder.
+    The thread that holds it may ask again, as `save` does inside a run. At the end, a folder that
+    was made here and is still empty is removed.
 
     Args:
         output: The folder; nothing is held where it is None.
-        overwrite: Without it a folder that holds another run's results is refused, and so is one
-            with a file of a name that is to be `written`, which may be the user's own.
-        other_ways: What else the user can do then.
+        overwrite: Allow a folder that holds another run's results, or a file named in `written`,
+            which may be the user's own.
+        other_ways: What else the user can do, for the error message.
         written: Names of files that the run will write.
-        shared: Hold it together with others that share it, who agree on what each of them writes.
+        shared: Allow other runs that share the folder; they agree on who writes what.
     """
     if output is None or os.environ.get("RANK", "0") != "0":
         yield
@@ -171,11 +172,11 @@ def output_folder(
 
 @contextmanager
 def results_in(output: str | Path, *, replaced: Sequence[str] = ()) -> Iterator[Path]:
-    """Write the results of a run as one set: into the folder that this yields, which is elsewhere.
+    """Write the results of a run as one set, into the temporary folder that this yields.
 
-    At the end they move to `output`, which is held meanwhile; files there that match `replaced`
-    and are not among them go. Where anything fails before, `output` stays as it was. Where the
-    process is killed while they move, `complete` does the rest.
+    At the end they move to `output`, which is held meanwhile, and older files there that match
+    `replaced` are removed. If anything fails before that, `output` stays as it was. If the process
+    is killed while files move, `complete` moves the rest.
     """
     folder = Path(output)
     with output_folder(folder):
@@ -193,7 +194,7 @@ def results_in(output: str | Path, *, replaced: Sequence[str] = ()) -> Iterator[
 
 
 def complete(folder: Path) -> None:
-    """Put results into their places that a killed process has written and not yet moved."""
+    """Move results that a killed process has written, but not moved, to their places."""
     for _ in range(_PATIENCE):
         if not (folder / _COMPLETE).is_dir():
             return
@@ -211,9 +212,9 @@ def _tidy(folder: Path) -> None:
 
 
 def _move_in(folder: Path) -> None:
-    """Move complete results to their places. What says that they are there goes first, comes last.
+    """Move complete results to their places; if it is cut short, it can be repeated.
 
-    It can be repeated after it was cut short.
+    Files that say that the others are there are removed first and moved last.
     """
     aside = folder / _COMPLETE
     replaced: list[str] = []
@@ -225,7 +226,7 @@ def _move_in(folder: Path) -> None:
     outdated -= {folder / name for name in new if name.name not in _DECIDING}
     for path in (*outdated, *(folder / name for name in _DECIDING if Path(name) in new)):
         path.unlink(missing_ok=True)
-    (aside / _REPLACED).unlink(missing_ok=True)  # done, and the new ones may have the same names
+    (aside / _REPLACED).unlink(missing_ok=True)  # a repetition must not remove new files
     for name in new:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (aside / name).replace(folder / name)
@@ -246,7 +247,7 @@ def _sync(path: Path) -> None:
 
 
 def _lock(folder: Path, *, shared: bool) -> int | None:
-    """Take the lock of a folder, and note who has it; None where the system has no locks."""
+    """Lock a folder, and note by whom; None where the system has no locks."""
     try:
         import fcntl
     except ImportError:  # pragma: no cover
@@ -275,7 +276,7 @@ def _lock(folder: Path, *, shared: bool) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), path.stat()):
                 break
-        os.close(handle)  # the one who had it has removed the file
+        os.close(handle)  # its last holder has removed the file
     words = command_words.get() or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     about = {"command": words, "process": os.getpid(), "host": socket.gethostname(), "since": since}
@@ -300,7 +301,7 @@ def _holder(path: Path) -> str:
 
 
 def _unlock(folder: Path, handle: int | None) -> None:
-    """Let go of a folder; the last of those who share it removes the file."""
+    """Release a folder; the last of those who share it removes the lock file."""
     if handle is None:
         return
     import fcntl
@@ -313,7 +314,7 @@ def _unlock(folder: Path, handle: int | None) -> None:
 
 
 def _forget_locks() -> None:
-    """Let go of locks in a forked worker: it may outlive the run for a while."""
+    """Close the locks in a forked worker, which may live longer than the run."""
     for handle in _handles:
         with suppress(OSError):
             os.close(handle)
@@ -326,9 +327,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _require_folder(output: Path) -> None:
-    """Refuse what cannot be a folder of results; nothing stays."""
+    """Refuse a path that cannot become a folder of results, without creating anything."""
     try:
-        # Nothing is made: other processes may be about to make the same folders.
         nearest = next(place for place in (output, *output.parents) if _is_there(place))
         if nearest == output and not output.is_dir():
             raise ValueError(f"output is {output}, a file: a folder is needed")
@@ -355,7 +355,7 @@ def _refuse_results(output: Path, overwrite: bool, other_ways: str, written: Seq
 
 
 def _is_there(place: Path) -> bool:
-    """Whether there is anything at all, a link to nowhere too; what cannot be known is an error."""
+    """Whether the path exists, even as a dangling link; without permission to look, an error."""
     try:
         place.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,9 +1,9 @@
 """Ctrl-C: the first press stops at the end of a step, the second ends the process at once.
 
-Python raises KeyboardInterrupt wherever it happens to be. A callback of the garbage collector may
-be there, which swallows it. So loops that train or measure are `in_steps`: inside, a press is only
+Python raises KeyboardInterrupt wherever it happens to be, even in a callback of the garbage
+collector, which swallows it. So loops that train or measure are `in_steps`: inside, a press is only
 remembered, and the loop looks for it between two steps. Elsewhere it is raised at once, and raised
-again where it was swallowed.
+again if it was swallowed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ INTERRUPTED = 130
 """What a shell sees of a command that Ctrl-C stopped."""
 
 _SAME_PRESS_SECONDS = 1.0
-"""torchrun hands on the Ctrl-C that a terminal has sent to all processes already."""
+"""A terminal sends Ctrl-C to all processes, and torchrun sends it again: that is one press."""
 
 
 class _Keyboard:
-    """What is known of Ctrl-C in this process."""
+    """The state of Ctrl-C in this process."""
 
     process = 0
     """The process whose presses count; forked workers leave them to it."""
     commands = 0
     """How many commands run: one, or none in a notebook."""
     loops = 0
-    """How many loops `in_steps` are under way, one inside the other."""
+    """How many `in_steps` blocks are open, one inside the other."""
     waiting = False
     """Whether a press waits for the end of a step."""
     again = False
@@ -44,7 +44,7 @@ class _Keyboard:
 
 
 def stop_if_asked() -> None:
-    """Raise KeyboardInterrupt where Ctrl-C was pressed during the step before; once."""
+    """Raise KeyboardInterrupt if Ctrl-C was pressed during the last step."""
     if take_press():
         raise KeyboardInterrupt
 
@@ -57,7 +57,7 @@ def stepwise(items: Iterable[T]) -> Iterator[T]:
 
 
 def take_press() -> bool:
-    """Whether Ctrl-C was pressed during the step before; who asks has to stop."""
+    """Whether Ctrl-C was pressed during the last step. The caller has to stop: it is told once."""
     waits, _Keyboard.waiting = _Keyboard.waiting, False
     return waits
 
@@ -66,8 +66,8 @@ def take_press() -> bool:
 def in_steps() -> Iterator[None]:
     """Let Ctrl-C wait for `stop_if_asked`, `take_press` or the end of this block.
 
-    An error meanwhile is taken for its consequence: it reaches loader workers and other processes
-    too, which end.
+    Ctrl-C also ends loader workers and other processes. So after a press, an error in the block
+    counts as its consequence.
     """
     with _listening() as listens:
         if not listens:
@@ -88,7 +88,7 @@ def in_steps() -> Iterator[None]:
 
 @contextmanager
 def whole_command() -> Iterator[None]:
-    """Have a whole command stop at the first Ctrl-C, and end at the second."""
+    """Stop the command inside at the first Ctrl-C, and end the process at the second."""
     with _listening() as listens:
         if not listens:
             yield
@@ -104,7 +104,7 @@ def whole_command() -> Iterator[None]:
 
 @contextmanager
 def _listening() -> Iterator[bool]:
-    """Take Ctrl-C over; not in other threads, nor where a shell lets it be ignored."""
+    """Handle Ctrl-C here; yields whether that works: not in other threads, nor if it is ignored."""
     before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or before is signal.SIG_IGN:
@@ -147,9 +147,9 @@ def _is_second() -> bool:
 
 
 def end() -> NoReturn:
-    """End the process at once: threads and workers may take long, or abort, when they are ended.
+    """End the process at once, without waiting for threads and workers, which may hang or abort.
 
-    Files are written aside, so none is half there.
+    Files are written elsewhere and then moved, so none is left half-written.
     """
     with suppress(Exception):
         if sys.stderr.isatty():
@@ -162,7 +162,7 @@ def end() -> NoReturn:
 
 
 def _raise_again(swallowed: Any) -> None:
-    """Press Ctrl-C again where a callback has swallowed it; a hook of Python."""
+    """Press Ctrl-C again after a callback has swallowed it; this is `sys.unraisablehook`."""
     if swallowed.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(swallowed)
         return

@@ -1,4 +1,4 @@
-"""One or several processes: each measures its own share of the images, rows are put together."""
+"""One or several processes: each measures its share of the images, and all get all rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ class Process(NamedTuple):
     rank: int = 0
     world_size: int = 1
 
-    @property
-    def speaks(self) -> bool:
-        """Whether this one prints and writes for all."""
-        return self.rank == 0
-
 
 ALONE = Process()
 
@@ -35,9 +30,9 @@ def is_first() -> bool:
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[Process]:
-    """Join the processes that torchrun started; alone, do nothing."""
+    """Join the processes that torchrun started; a process of its own joins nothing."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Process()
+        yield ALONE
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -49,7 +44,7 @@ def joined(device: torch.device) -> Iterator[Process]:
 
 
 def local_device(name: str) -> torch.device:
-    """The device by name; "auto" is CUDA where there is one. Processes of torchrun share them."""
+    """The device by name; "auto" prefers CUDA. Processes of torchrun are spread over the GPUs."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -57,13 +52,17 @@ def local_device(name: str) -> torch.device:
     if name == "cuda":
         name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device is {name}: auto, cpu, cuda or cuda:N is needed") from error
+    number = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= number:
+        raise ValueError(f"device is {name}, but the CUDA devices are cuda:0 to cuda:{number - 1}")
+    return device
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """All processes' rows, in the order of their ranks; they may hold different numbers of them."""
+    """All processes' rows, in the order of their ranks; each may have another number of rows."""
     if not _together():
         return rows
     count = torch.tensor([len(rows)], device=rows.device)
@@ -96,7 +95,7 @@ def sum_over_processes(values: Tensor) -> Tensor:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Let an error of one process be one of all, so that none waits for the others for ever."""
+    """Raise an error of one process in all of them, so that none waits forever for the others."""
     error: Exception | None = None
     try:
         yield
@@ -120,8 +119,9 @@ def require_images(num_images: int, device: torch.device) -> None:
     if _together():
         distributed.all_reduce(least, distributed.ReduceOp.MIN)
     if int(least) == 0:
-        where = "one of the processes has none of them" if _together() else "there are none"
-        raise ValueError(f"images are needed, but {where}")
+        raise ValueError(
+            "one of the processes has no images" if _together() else "there are no images"
+        )
 
 
 def _together() -> bool:

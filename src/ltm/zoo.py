@@ -3,8 +3,8 @@
 `ltm_<timm name>` are the paper's: `timm.create_model("ltm_vit_small_patch16_224", pretrained=True)`
 loads timm's own weights and converts; `token_merging=` takes another config than `LTM(ratio=0.7)`.
 
-`demo_vit` comes with the package, weights included, and merges nothing yet. It names the generated
-shapes of `DEMO_DATA`, and has enough tokens for merging to pay on a CPU.
+`demo_vit` comes with the package, weights included, and merges nothing yet. It classifies the
+generated shapes of `DEMO_DATA`, and has enough tokens for merging to pay on a CPU.
 """
 
 from __future__ import annotations
@@ -37,12 +37,9 @@ MODELS = {
 DEMO_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "demo_vit": ("vit_tiny_patch16_224", {"patch_size": 8, "depth": 6}),
 }
-"""timm's network and the arguments that make it small."""
+"""timm's network, and the arguments that make it small."""
 DEMO_CLASSES = 20
 DEMO_DATA = f"shapes:classes={DEMO_CLASSES},size=224,small=1"
-
-__all__: list[str] = []
-default_cfgs: dict[str, Any] = {}
 
 
 def demo_weights(name: str) -> Path:
@@ -72,7 +69,7 @@ def _demo_model(name: str) -> Callable[..., nn.Module]:
             model.load_state_dict({key: value.float() for key, value in weights.items()})
         return remember_arguments(model, {**small, **arguments})
 
-    create.__doc__ = f"A small `{host}` that names generated shapes."
+    create.__doc__ = f"A small `{host}` that classifies generated shapes."
     return create
 
 

@@ -67,7 +67,7 @@ def test_a_grid_is_gathered_over_several_runs_each_with_its_base(
     assert go("--methods", "tome", "--batch-sizes", "2") == 2
     assert "use --resume to add to them, or --overwrite" in capsys.readouterr().err
     assert go("--methods", "tome", "--resume", "--overwrite") == 2
-    assert "no --overwrite" in capsys.readouterr().err
+    assert "give --output and no --overwrite" in capsys.readouterr().err
     assert go("--methods", "tome,tofu", "--batch-sizes", "2,3", "--resume") == 0
     assert [(row["run"], row["batch_size"], row["method"]) for row in rows_of(tmp_path)] == [
         (1, 2, "base"),
@@ -242,7 +242,7 @@ def test_no_race_starts_after_the_time_is_up(
 ) -> None:
     args = ["benchmark", *QUICK, "--methods", "tome", "--minutes", "0", "--output", str(tmp_path)]
     assert main(args) == 0
-    assert "--resume does the rest" in capsys.readouterr().out
+    assert "--resume measures the rest" in capsys.readouterr().out
     assert not (tmp_path / "metrics.json").exists()
 
 
@@ -292,7 +292,7 @@ def test_a_size_that_one_of_several_models_cannot_run_on_is_a_row(tmp_path: Path
         (["--methods", "tom-reference"], "ltm-static, ltm-uniform, tome-reference"),
         (["--modes", "warp"], "modes: warp is not known; choose from eager, compiled"),
         (["--dtypes", "int3"], "dtypes: int3 is not known"),
-        (["--batch-sizes", "1,zero"], "batch_sizes: zero is no number of images"),
+        (["--batch-sizes", "1,zero"], "batch_sizes is zero, but must be a whole number"),
         (["--scopes", "end-to-end"], "needs images: give --data"),
         (["--data", "nowhere", "--scopes", "end-to-end"], "no data at nowhere"),
         (["--weights", "nowhere.pth"], "nowhere.pth: there is no such file"),
@@ -301,6 +301,7 @@ def test_a_size_that_one_of_several_models_cannot_run_on_is_a_row(tmp_path: Path
         (["--warmup", "-3"], "warmup is -3, but must be at least 0"),
         (["--batch-sizes"], "batch_sizes: there is none; give at least one"),
         (["--models"], "models: there is none; give at least one"),
+        (["--methods"], "methods: there is none; give at least one"),
         (["--minutes", "-1"], "minutes is -1.0, but must be at least 0"),
         (["--run", "nowhere"], "--models: a saved run has its own; leave it out"),
     ],

@@ -33,6 +33,17 @@ def test_every_command_explains_itself_with_an_example(
     assert "--output" in text
 
 
+def test_help_breaks_no_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docstrings of settings have line breaks; the help is as wide as the terminal."""
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main(["compress", "--help"])
+    text = capsys.readouterr().out
+    assert "tries four ratios, each chosen by what the ones before lost." in text
+
+
 @pytest.mark.parametrize("args", [[], ["mergee"], ["demo", "--images", "many"]])
 def test_a_wrong_call_exits_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -78,6 +89,21 @@ def test_bad_input_is_one_sentence_and_2(
         (f"predict {__file__} --run nowhere", "there is no such folder"),
         ("serve --run nowhere --embedded --port 7997", "there is no such folder"),
         ("demo --images 0", "images is 0"),
+        (f"predict {__file__} --run nowhere --threshold 7", "threshold is 7.0, but must be from 0"),
+        (f"predict {__file__} --run nowhere --crop-ratio 1.5", "crop_ratio is 1.5, but must be"),
+        (f"predict {__file__} --onnx {__file__}", "must be a file whose name ends in .onnx"),
+        ("embed nowhere --model no_such_network --pretrained", "nowhere: there is no such image"),
+        ("export --run nowhere --tolerance nan", "tolerance is nan, but must be at least 0"),
+        ("export --run nowhere --calibration-images -1", "calibration_images is -1"),
+        ("export --run nowhere --data nothing", "no data at nothing"),
+        ("evaluate --data shapes --run nowhere --beta 0", "beta is 0.0, but must be above 0"),
+        ("evaluate --data shapes --run nowhere --templates {}", "go with --zero-shot"),
+        ("evaluate --data shapes --model demo_vit --pretrained --ratio 0.5", "goes with --methods"),
+        (f"evaluate --data {'a' * 300} --run nowhere", "is too long for the name of a file"),
+        ("train --interpolation cubic", "interpolation is cubic, but must be one of nearest"),
+        ("train --std 0.2 0 0.2", "std is (0.2, 0.0, 0.2), but must be above 0"),
+        ("train --augment.auto-augment rond", "auto_augment is rond, which timm cannot read"),
+        ("serve --port 7997 --class-names x.txt", "--class-names: the network of the package has"),
     ],
 )
 def test_bad_input_leaves_no_folder(

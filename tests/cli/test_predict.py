@@ -80,5 +80,9 @@ def test_nothing_that_could_be_read_is_an_error(place: Path, tmp_path: Path, cap
 
 
 def test_no_images_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", str(place / "empty"), "--run", str(place / "run")]) == 0
-    assert capsys.readouterr().err == "there are no images among the inputs\n"
+    empty, output = place / "empty", place / "none"
+    call = ["predict", str(empty), "--run", str(place / "run"), "--output", str(output)]
+    for options in (call[:4], call):
+        assert main(options) == 2
+        assert capsys.readouterr().err == f"ltm predict: there are no images in {empty}\n"
+    assert not output.exists()

@@ -18,9 +18,9 @@ from ltm.web.settings import ServeSettings
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--port", "0"], "port is 0: it must be between 1 and 65535"),
+        (["--port", "0"], "port is 0, but must be from 1 to 65535"),
         (["--host", "203.0.113.1"], "on 203.0.113.1 cannot be used"),
-        (["--port", "7899", "--embedded"], "there is no network to show"),
+        (["--port", "7899", "--embedded"], "embedded is empty, so there is no network to show"),
         (["--port", "7899", "--run", "nowhere"], "run is nowhere: there is no such folder"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_saved_run_is_drawn_as_it_is_and_many_images_fill_sheets(
 
 BAD = {
     "missing image": (["{place}/none.png"], [], "there is no such image or folder"),
-    "no image": (["{place}/weights.safetensors"], [], "is no readable image"),
+    "no image": (["{place}/weights.safetensors"], [], "is not a readable image"),
     "empty folder": (["{place}/run"], [], "holds no images"),
     "wrong target": (["{place}/images"], ["--targets", "a,b"], "write row,column"),
     "far target": (["{place}/images/0.png"], ["--targets", "9,9"], "outside the image"),

@@ -170,7 +170,7 @@ def test_bad_sources_are_refused_in_a_sentence(tmp_path, folder):
     refuses(bare, "without images: empty; remove them")
     broken = tmp_path / "broken.zip"
     broken.write_bytes(b"no archive")
-    refuses(broken, "no readable .zip archive")
+    refuses(broken, "not a readable .zip archive")
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "LA", "I;16", "F"])
@@ -314,6 +314,17 @@ class _Rows:
     def cast_column(self, column, feature):
         assert (column, feature) == ("picture", "undecoded")
         return self
+
+
+def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch):
+    def fail(*_):
+        raise ConnectionError("no route to the hub\nand more")
+
+    module = ModuleType("datasets")
+    vars(module).update(get_dataset_split_names=fail)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    with pytest.raises(ValueError, match=r"hf:cifar10 cannot be opened \(no route to the hub\):"):
+        open_dataset("hf:cifar10")
 
 
 def test_hugging_face_where_it_is_installed(monkeypatch):

@@ -95,7 +95,9 @@ def test_damaged_files_are_named(tmp_path, kind):
     path = tmp_path / "a.jpg"
     for content in (data[: len(data) // 3], data[:12], b"", b"some words"):
         path.write_bytes(content)
-        with pytest.raises(UnreadableImageError, match=r"a\.jpg is no readable image: ") as caught:
+        with pytest.raises(
+            UnreadableImageError, match=r"a\.jpg is not a readable image: "
+        ) as caught:
             read_image(path)
         assert "\n" not in str(caught.value)
         assert "BytesIO" not in str(caught.value)
@@ -104,5 +106,5 @@ def test_damaged_files_are_named(tmp_path, kind):
 
 def test_postscript_is_never_run():
     data = encoded(corners(), "EPS")
-    with pytest.raises(UnreadableImageError, match="PostScript is not taken"):
+    with pytest.raises(UnreadableImageError, match="PostScript is refused"):
         decode(data, "a.png")

@@ -87,7 +87,7 @@ def test_a_list_of_too_many_classes(tmp_path):
     (tmp_path / "classes.txt").write_text("cat\ndog\nfox\n")
     refuses(f"{shard}?most_classes=2", r"classes.txt has 3 classes, but most_classes is 2")
     (tmp_path / "classes.txt").write_bytes(b"\xff\xfe")
-    refuses(shard, r"classes.txt is no UTF-8 text")
+    refuses(shard, r"classes.txt is not UTF-8 text")
 
 
 def test_a_sparse_tar_that_claims_100_gb(tmp_path):
@@ -105,7 +105,7 @@ def test_a_sparse_tar_whose_header_claims_100_gb(tmp_path, kind):
     member.type, member.size = kind, 100 * 10**9
     path = write(tmp_path / "x.tar", member.tobuf(tarfile.GNU_FORMAT))
     os.truncate(path, 100 * 10**9 + 4096)
-    refuses(path, r"x.tar is no readable tar file \(a header of 100000000000 bytes")
+    refuses(path, r"x.tar is not a readable tar file \(a header of 100000000000 bytes")
 
 
 def test_an_archive_that_inflates_a_thousand_times(tmp_path):
@@ -139,7 +139,7 @@ def test_an_archive_that_lies_about_the_size(tmp_path):
     path = write(tmp_path / "x.zip", bytes(content) + b"PK\5\6" + end)
     tracemalloc.start()
     try:
-        refuses(path, "a/0.png is no readable image", read=True)
+        refuses(path, "a/0.png is not a readable image", read=True)
         assert tracemalloc.get_traced_memory()[1] < 2**23
     finally:
         tracemalloc.stop()
@@ -149,7 +149,7 @@ def test_packing_methods_that_inflate_without_bounds(tmp_path):
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
         archive.writestr("a/0.png", png())
-    refuses(path, "a/0.png is packed with an unusual method; use deflate or store", read=True)
+    refuses(path, "a/0.png is compressed in an unusual way; use deflate or store", read=True)
 
 
 def test_an_archive_of_endless_paths(tmp_path):
@@ -191,7 +191,7 @@ def test_a_folder_that_links_to_itself(tmp_path):
 def test_a_pipe_among_the_pictures(tmp_path):
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / "a" / "0.png")
-    refuses(tmp_path, "0.png is no regular file", read=True)
+    refuses(tmp_path, "0.png is not a regular file", read=True)
 
 
 def test_limits_are_written_behind_the_source(tmp_path):

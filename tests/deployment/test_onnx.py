@@ -209,13 +209,20 @@ def test_what_is_no_model_is_refused(tmp_path: Path, exported: Export) -> None:
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         OnnxModel(tmp_path / "none.onnx")
     (tmp_path / "text.onnx").write_text("no model")
-    with pytest.raises(ValueError, match="is no ONNX model"):
+    with pytest.raises(ValueError, match="is not an ONNX model"):
         OnnxModel(tmp_path / "text.onnx")
     foreign = onnx.load(str(exported.folder / "model.onnx"))
     del foreign.metadata_props[:]
     onnx.save(foreign, str(tmp_path / "foreign.onnx"))
     with pytest.raises(ValueError, match="`ltm export` did not write it"):
         onnx_information(OnnxModel(tmp_path / "foreign.onnx"))
+    number = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [])
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [])
+    graph = onnx.helper.make_graph([node], "no network", [number], [result])
+    onnx.save(onnx.helper.make_model(graph, ir_version=8), str(tmp_path / "number.onnx"))
+    with pytest.raises(ValueError, match="`ltm export` did not write it"):
+        ltm.BatchPredictor(tmp_path / "number.onnx", "top5").load()
 
 
 def test_a_missing_package_is_named(

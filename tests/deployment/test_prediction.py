@@ -72,6 +72,16 @@ def test_paths_come_from_images_folders_lists_and_standard_input(
         check_inputs([str(folder), "absent.png"])
 
 
+def test_only_shapes_is_generated_not_files_that_begin_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "0.png").rename(folder / "shapes_0.png")
+    monkeypatch.chdir(folder)
+    assert paths_of(["shapes_0.png"]) == ["shapes_0.png"]
+    with pytest.raises(FileNotFoundError, match=r"shapes_1\.png: there is no such image"):
+        check_inputs(["shapes_1.png"])
+
+
 def test_folders_are_sorted_by_path(tmp_path: Path) -> None:
     names = ["b.png", "a/2.png", "0500.png", "a/10.png", "a.png", "0000.png", "c/z/1.png"]
     for name in names:

@@ -1,5 +1,6 @@
 import json
 import shutil
+from copy import copy
 
 import numpy as np
 import pytest
@@ -222,7 +223,7 @@ def test_generated_source():
 
 @pytest.mark.parametrize("size", [None, 40, (24, 56)])
 def test_evaluation_only_resizes(scenes, size):
-    image, target = scenes.with_transforms(detection_transforms(False, size))[0]
+    image, target = detection_transforms(False, size)(*scenes[0])
     plain_image, plain = scenes[0]
     height, width = (64, 64) if size is None else (size, size) if isinstance(size, int) else size
     assert image.shape == (3, height, width)
@@ -239,8 +240,10 @@ def test_evaluation_only_resizes(scenes, size):
 
 @pytest.mark.parametrize("crops", [True, False])
 def test_training_moves_image_boxes_and_masks_together(crops):
-    dataset = ShapesDetection(num_images=12, image_size=64, num_classes=5, empty_ratio=0.0)
-    varied = dataset.with_transforms(detection_transforms(True, 64, crops=crops, hflip=1.0))
+    shapes = {"num_images": 12, "image_size": 64, "num_classes": 5, "empty_ratio": 0.0}
+    dataset = ShapesDetection(**shapes)
+    varied = detection_transforms(True, 64, crops=crops, hflip=1.0)
+    varied = ShapesDetection(**shapes, transforms=varied)
     flipped = 0
     for index in range(12):
         with random_numbers_of(index):
@@ -263,7 +266,8 @@ def test_training_moves_image_boxes_and_masks_together(crops):
 
 
 def test_training_batches_repeat_exactly(scenes):
-    dataset = scenes.with_transforms(detection_transforms(True))
+    dataset = copy(scenes)
+    dataset.transforms = detection_transforms(True)
     loaders = [
         build_loader(
             dataset, batch_size=3, workers=workers, training=True, collate=collate_detection

@@ -158,7 +158,10 @@ def test_what_is_no_detector_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(description))
     with pytest.raises(ValueError, match="weights do not fit the detector"):
         load_detector(tmp_path, verify=False)
-    for text, message in (("{", "is no readable JSON"), ('{"task": "x"}', "describes no detector")):
+    for text, message in (
+        ("{", "is not readable JSON"),
+        ('{"task": "x"}', "describes no detector"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             load_detector(tmp_path)

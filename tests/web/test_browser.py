@@ -120,7 +120,7 @@ def test_refusals_are_read_and_another_method_is_chosen(
         file.truncate(21 * 2**20)
     file_input = page.locator("input[type=file]").first
     file_input.set_input_files(words)
-    page.get_by_text("no picture that can be read").wait_for()
+    page.get_by_text("not a readable picture").wait_for()
     file_input.set_input_files(large)
     page.get_by_text(re.compile("exceed the maximum allowed size of 20")).wait_for()
 

@@ -83,10 +83,12 @@ def test_the_token_under_a_click_is_the_one_described(networks: Networks) -> Non
 def test_merging_copies_share_their_weights_and_few_are_kept(networks: Networks) -> None:
     original = dict(networks[VIT].model.named_parameters())
     few = Networks(networks.by_name, kept=2)
+    first = few.merging(VIT, "ToFu", 0.9)
     for method in ("LTM", "ToMe", "ToFu"):
         copied = dict(few.merging(VIT, method, 1.0).named_parameters())
         assert all(copied[path] is weight for path, weight in original.items())
-    assert few.num_kept == 2
+    assert few.merging(VIT, "ToFu", 1.0) is few.merging(VIT, "ToFu", 1.0)
+    assert few.merging(VIT, "ToFu", 0.9) is not first
 
 
 def test_what_is_not_known_is_named(networks: Networks) -> None:

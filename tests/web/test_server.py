@@ -43,7 +43,7 @@ def test_pictures_are_shown_and_all_else_is_refused(
     assert upload(client, picture)[1] == ""
     words = tmp_path / "words.png"
     words.write_text("these are words", encoding="utf-8")
-    assert "no picture that can be read" in upload(client, words)[1]
+    assert "not a readable picture" in upload(client, words)[1]
     vast = tmp_path / "vast.png"
     Image.new("1", (8000, 7000)).save(vast)
     assert "The picture has 56 megapixels; at most 50" in upload(client, vast)[1]

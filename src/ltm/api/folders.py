@@ -271,7 +271,7 @@ _NOT_SETTINGS = frozenset({*_NETWORK, _CHECKSUMS, "architectures", "auto_map", "
 
 def make_pretrained(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
     """Make the network of transformers that a folder names, without weights."""
-    require("transformers", extra="transformers")
+    require("transformers")
     import_families(["transformers"])
     known: dict[str, Any] = {k.__name__: k for a in adapters() for k in a.networks()}
     named = config.get("architectures") or [None]

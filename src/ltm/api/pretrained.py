@@ -48,7 +48,7 @@ def open_pretrained(name: str) -> nn.Module:
     Args:
         name: of the hub, or a folder that `save_pretrained` wrote.
     """
-    transformers = require("transformers", extra="transformers")
+    transformers = require("transformers")
     import_families(["transformers"])
     with nullcontext("") if Path(name).exists() else reaching_hub() as unreached:
         return _opened(name, transformers, unreached)
@@ -100,7 +100,7 @@ def give_scores_(model: nn.Module) -> None:
 
 def preprocessing(name: str, config: Any) -> dict[str, Any]:
     """How the folder's processor prepares images, as an entry of timm says it."""
-    transformers = require("transformers", extra="transformers")
+    transformers = require("transformers")
     try:
         stored = transformers.AutoImageProcessor.from_pretrained(name).to_dict()
     except (OSError, ValueError):  # a folder without one

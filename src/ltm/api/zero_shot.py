@@ -121,7 +121,7 @@ class _ProjectedTower(nn.Module):
 
 
 def _of_transformers(name: str) -> _Towers:
-    transformers = require("transformers", extra="transformers")
+    transformers = require("transformers")
     opened = transformers.AutoModelForZeroShotImageClassification
     model: Any = opened.from_pretrained(name, use_safetensors=True, trust_remote_code=False)
     model.eval()
@@ -146,7 +146,7 @@ def _of_transformers(name: str) -> _Towers:
 
 
 def _of_open_clip(name: str) -> _Towers:
-    open_clip = require("open_clip", extra="clip")
+    open_clip = require("open_clip")
     architecture, tag = name, None
     if not name.startswith(("hf-hub:", "local-dir:")):
         architecture, _, tag = name.partition(":")

@@ -38,11 +38,11 @@ BAD_INPUT = (
     NotADirectoryError,
     PermissionError,
 )
-"""Errors that are the user's: one sentence, and exit code 2."""
+"""Errors of the user: they end a command with one sentence and exit code 2."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command; 2 and one sentence on standard error mean bad input, 130 means Ctrl-C."""
+    """Run a command; returns 0, 2 for bad input (with one sentence on standard error) or 130."""
     try:
         with whole_command():
             return _run(list(sys.argv[1:] if args is None else args))
@@ -85,10 +85,14 @@ def _run(args: list[str]) -> int:
         print(f"ltm {name}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno == errno.ENAMETOOLONG:
+            said = f"{error.filename!s:.40}... is too long for the name of a file"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = "" if error.filename is None else f" for {error.filename}"
+            said = f"no space left{place}: free some, and start again"
+        else:
             raise
-        place = "" if error.filename is None else f" for {error.filename}"
-        print(f"ltm {name}: no space left{place}: free some, and start again", file=sys.stderr)
+        print(f"ltm {name}: {said}", file=sys.stderr)
         return 2
     finally:
         command_words.reset(told)
@@ -96,7 +100,7 @@ def _run(args: list[str]) -> int:
 
 
 def _entry(summary: str) -> Callable[[], None]:
-    """Stand in for a command in the list of commands, so that the list imports none of them."""
+    """A stand-in for a command, so that the list of commands imports none of them."""
 
     def entry() -> None: ...
 

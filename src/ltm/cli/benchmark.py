@@ -29,28 +29,27 @@ def benchmark(
     attention, once in the same mode and once in its own fastest mode. "no gain here" means that the
     interval touches 1.
 
-    Rows are written as they are measured. With --resume a long grid can be spread over several
-    runs, also at the same time: they compile side by side, are timed one after the other, and
-    measure nothing twice.
+    Rows are written as they are measured. With --resume, several runs can share a long grid, even
+    at the same time: they compile in parallel, take turns at timing, and measure nothing twice.
 
     Example:
         ltm benchmark --models vit_base_patch16_224 --methods tome,ltm,ltm-static
             --batch-sizes 1,128 --modes eager,cudagraph --dtypes fp16 --output runs/speed
 
     Args:
-        settings: what is timed, and how.
-        models: timm's names; by default vit_small_patch16_224.
-        methods: by default tome and ltm. Others: tofu, ltmp, ltm-static, ltm-uniform (matching
+        settings: What is timed, and how.
+        models: Names of timm's networks; by default vit_small_patch16_224.
+        methods: By default tome and ltm. Others are tofu, ltmp, ltm-static, ltm-uniform (matching
             alone), tome-reference (the published algorithm), or one with settings, such as
             ltm:ratio=0.5,sites=3+5+8.
-        pretrained: use timm's pretrained weights; by default weights are random.
-        weights: use the weights of a .safetensors or .pth file with timm's keys.
-        run: time a saved network against itself without merging, instead of --models.
-        image_size: by default the size that the model was made for.
-        model_args: further arguments of the model, such as depth=4.
-        output: folder for metrics.json and table.md.
-        resume: add to the results there; what was measured is not measured again.
-        overwrite: replace the results there.
+        pretrained: Use timm's pretrained weights; by default weights are random.
+        weights: Use the weights of a .safetensors or .pth file with timm's keys.
+        run: Time a saved network against itself without merging, instead of --models.
+        image_size: Image size in pixels; by default the size that the model was made for.
+        model_args: Further arguments of the model, such as depth=4.
+        output: Folder for metrics.json and table.md.
+        resume: Add to the results in that folder, and skip what they hold already.
+        overwrite: Replace the results in that folder.
     """
     network = partial(
         ModelSource,

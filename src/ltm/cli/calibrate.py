@@ -28,12 +28,12 @@ def calibrate(
             --budget 0.7 --output runs/calibrated
 
     Args:
-        source: which network.
-        settings: the budget, and how to search.
-        data: folder or .zip of images, in class folders or not, tar shards, hf:NAME, or shapes
+        source: Which network.
+        settings: The budget, and how to search.
+        data: Folder or .zip of images, in class folders or not, tar shards, hf:NAME, or shapes
             (generated).
-        output: folder for the network and metrics.json.
-        overwrite: replace another run's results there.
+        output: Folder for the network and metrics.json.
+        overwrite: Replace another run's results there.
     """
     with output_folder(output, overwrite=overwrite, written=("config.json", "model.safetensors")):
         from ltm.calibration import calibration

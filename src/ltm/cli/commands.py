@@ -1,4 +1,4 @@
-"""What commands share. A command is a verb of the library with its settings read from words.
+"""What commands share. A command is a verb of the library, its settings read from options.
 
 How a command is made:
 
@@ -21,8 +21,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -33,7 +34,7 @@ Flat = Annotated[T, tyro.conf.arg(name="")]
 """A group of settings whose names are options as they are."""
 
 OPTIONS = tyro.constructors.ConstructorRegistry()
-"""How settings, which know nothing of tyro, name their options: see `ltm.training.settings`."""
+"""How tyro reads settings, which do not import it: by the metadata of their fields."""
 _asked: list[type] = []
 
 
@@ -41,7 +42,7 @@ _asked: list[type] = []
 def _by_metadata(
     info: tyro.constructors.StructTypeInfo,
 ) -> tyro.constructors.StructConstructorSpec | None:
-    """Read a dataclass as tyro does, and then the metadata of its fields."""
+    """Read a dataclass as tyro does, then rename its options by the metadata of its fields."""
     if not dataclasses.is_dataclass(info.type) or info.type in _asked:
         return None
     _asked.append(info.type)
@@ -51,10 +52,20 @@ def _by_metadata(
         _asked.pop()
     known = {field.name: field.metadata for field in dataclasses.fields(info.type)}
     fields = [
-        dataclasses.replace(field, type=_named(field.type, known[field.name]))
+        dataclasses.replace(
+            field,
+            type=_named(field.type, known[field.name]),
+            helptext=partial(_in_one_line, field.helptext),
+        )
         for field in spec.fields
     ]
     return dataclasses.replace(spec, fields=tuple(fields))
+
+
+def _in_one_line(text: Callable[[], str | None] | str | None) -> str | None:
+    """A docstring without its line breaks, which tyro would keep."""
+    text = text() if callable(text) else text
+    return None if text is None else " ".join(text.split())
 
 
 def _named(kind: Any, metadata: Mapping[str, Any]) -> Any:
@@ -68,7 +79,7 @@ def _named(kind: Any, metadata: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """The file a training starts from, and its folder."""
+    """The file that a training starts from, and the folder that it writes."""
 
     config: Path | None = None
     """YAML file of settings, such as the config.yaml of an earlier run."""
@@ -80,12 +91,12 @@ class RunFolder:
     """Start over in a folder that holds a run."""
 
     def keywords(self) -> dict[str, Any]:
-        """What a training verb takes; the file was read ahead of the other options."""
+        """The arguments of a training verb; the file is read ahead of the options."""
         return {"output": self.output, "resume": self.resume, "overwrite": self.overwrite}
 
 
 def read_ahead(options: Sequence[str], *names: str) -> dict[str, str | None] | None:
-    """Read options that decide the defaults of others; None where the full parser will refuse."""
+    """Read options that decide the defaults of others; None if the full parser will refuse them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in names:
         parser.add_argument(f"--{name}")
@@ -96,12 +107,12 @@ def read_ahead(options: Sequence[str], *names: str) -> dict[str, str | None] | N
 
 
 def say(line: str) -> None:
-    """Tell the user how far it is; one plain line."""
+    """Print one line of progress."""
     print(line, flush=True)
 
 
 def interrupted(line: str) -> NoReturn:
-    """End a command that Ctrl-C stopped, once it has kept what was done."""
+    """End a command that Ctrl-C stopped, after what was done is saved."""
     say(line)
     raise KeyboardInterrupt
 

@@ -31,11 +31,11 @@ def compress(
             --export --output runs/small
 
     Args:
-        source: which network.
-        settings: how to merge, what to choose on images, and what to measure.
-        data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
-        output: folder for the network and the report; by default a new one in runs/.
-        overwrite: replace another run's results there.
+        source: Which network.
+        settings: How to merge, what to choose on images, and what to measure.
+        data: Folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
+        output: Folder for the network and the report; by default a new one in runs/.
+        overwrite: Replace another run's results there.
     """
     command = command_line("compress", source, settings, data=data, output=output)
     if output is None:

@@ -1,4 +1,4 @@
-"""`ltm demo`: what `make demo` runs. The main job on a network of the package, within a minute."""
+"""`ltm demo`, which `make demo` runs: compress a network of the package within a minute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Next, with a network and images of your own:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """How large the demo is, and where it goes to."""
+    """How large the demo is, and where its results go."""
 
     ratio: float = 0.5
     """Share of the multiply-adds to keep."""
@@ -49,15 +49,15 @@ def demo(settings: Flat[DemoSettings], *, overwrite: bool = False) -> None:
     """Compress a network that comes with the package, and see what that gains, in a minute.
 
     Needs no download and no training. The network is a vision transformer with 784 tokens that
-    names generated shapes. Merging saves half of its multiply-adds. Both networks are then
+    classifies generated shapes. Merging saves half of its multiply-adds. Both networks are then
     evaluated on the same images and timed on this machine.
 
     Example:
         ltm demo --ratio 0.4 --output runs/demo
 
     Args:
-        settings: how large it is, and where it goes to.
-        overwrite: replace the results of something else there.
+        settings: How large it is, and where its results go.
+        overwrite: Replace another run's results there.
     """
     from ltm.methods import DEFAULT
 
@@ -84,7 +84,7 @@ def _compressed(settings: DemoSettings) -> CompressResult:
         _data(settings),
         CompressSettings(
             ratio=settings.ratio,
-            # The default schedule is as good here, and there is a minute for everything.
+            # It takes longer than a minute, and the default schedule is as good here.
             calibrate=False,
             time=settings.time,
             forms=_forms(settings),
@@ -133,7 +133,7 @@ def _accuracy_at_random(result: CompressResult, settings: DemoSettings) -> float
 
 
 def _story(result: CompressResult, control: float) -> list[str]:
-    """What was found, the gain first, and how to run it."""
+    """What was found, the gain first, and the code that runs it."""
     from ltm.evaluation.records import text_table
     from ltm.report.comparison import too_busy
     from ltm.report.documents import forms_table
@@ -164,13 +164,13 @@ def _story(result: CompressResult, control: float) -> list[str]:
         f"{macs} Nothing was trained.",
         f"Merging as many tokens at random leaves {100 * control:.1f}% of {least} images right.",
         "",
-        f"It runs so, in {deployed.title}:",
+        f"To run it in {deployed.title}:",
         *(f"  {line}" for line in deployed.code.splitlines()),
     ]
 
 
 def _gain(result: CompressResult) -> str:
-    """What the compressed network gains in the form that is recommended."""
+    """The speed-up in the recommended form, in words; empty if nothing was timed."""
     compressed, deployed = result.comparison.compressed, result.deployment
     assert compressed is not None
     assert deployed is not None

@@ -40,13 +40,13 @@ def detect(action: Train | Evaluate | Predict) -> None:
         ltm detect predict --run runs/ltm photo.jpg folder/ --output runs/pictures
 
     Args:
-        action: what to do; each has its own --help.
+        action: What to do; each has its own --help.
     """
     action("ssdlite")
 
 
 def prepare(options: Sequence[str]) -> Callable[..., None]:
-    """The command with the defaults that its recipe and its file say."""
+    """The command, with the defaults of its recipe and its file."""
     return actions_of(detect, "ssdlite", options)
 
 
@@ -129,7 +129,7 @@ class Predict:
 def actions_of(
     command: Callable[..., None], task: Task, options: Sequence[str]
 ) -> Callable[..., None]:
-    """The command with its three actions, whose defaults follow from the recipe and the file."""
+    """The command with its three actions; recipe and file decide the defaults of `train`."""
     output = Path("runs") / COMMANDS[task]
     train = Train(settings=_starting_point(options, task), recipe=task, output=output)
     Actions = (  # noqa: N806 - a type, made on the spot
@@ -144,7 +144,7 @@ def actions_of(
 
 
 def _starting_point(options: Sequence[str], task: Task) -> DetectionSettings:
-    """The settings before options: those of the recipe, changed by the file."""
+    """The defaults of the settings: those of the recipe, changed by the file."""
     given = read_ahead(options, "recipe", "config") or {"recipe": None, "config": None}
     settings = find_detection_recipe(given["recipe"] or task, task)
     if given["config"] is None:

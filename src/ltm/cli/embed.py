@@ -23,19 +23,20 @@ def embed(
     Takes folders, .zip archives, tar shards of images or of 8-bit .npy arrays, Parquet files with
     image bytes, hf:NAME and lists of paths (.txt). Each tar shard or Parquet file becomes one file
     part-00000.parquet with the columns id, path, embedding (float16), classes, indices,
-    probabilities and error; other images come by --shard-rows. A file is written whole or not at
-    all, and --resume goes on where a run was stopped. What cannot be read is a row that says why.
+    probabilities and error; other images are grouped by --shard-rows. A file is written whole or
+    not at all, and --resume continues a stopped run. An image that cannot be read becomes a row
+    that says why.
 
     Example:
         ltm embed 'crawl-{000..099}.tar' --run runs/small --workers 8 --output runs/embeddings
         ltm embed photos/ --model vit_large_patch14_dinov2 --pretrained --output runs/embeddings
 
     Args:
-        inputs: folders, archives, shards, lists of paths, or - for paths from standard input.
-        source: which network.
-        settings: what is written, how images are prepared, and who does the work.
-        output: folder for the Parquet files and metrics.json.
-        overwrite: replace another run's files there.
+        inputs: Folders, archives, shards, lists of paths, or - for paths from standard input.
+        source: Which network.
+        settings: What is written, how images are prepared, and who does the work.
+        output: Folder for the Parquet files and metrics.json.
+        overwrite: Replace another run's files there.
     """
     from ltm.deployment import embedding
     from ltm.processes import is_first

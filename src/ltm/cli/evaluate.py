@@ -28,11 +28,11 @@ def evaluate(
             --methods tome,ltm --ratio 0.7 --output runs/evaluation
 
     Args:
-        source: which network; a saved one is compared with itself without merging.
-        settings: what is compared, and on which images.
-        data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
-        output: folder for metrics.json.
-        overwrite: replace another run's results there.
+        source: Which network; a saved one is compared with itself without merging.
+        settings: What is compared, and on which images.
+        data: Folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
+        output: Folder for metrics.json.
+        overwrite: Replace another run's results there.
     """
     with output_folder(output, overwrite=overwrite):
         from ltm.evaluation import evaluate as verb

@@ -1,4 +1,4 @@
-"""`ltm export`: a model as files that other programs run."""
+"""`ltm export`: a network as files that other programs run."""
 
 from pathlib import Path
 
@@ -25,10 +25,10 @@ def export(
         ltm export --run runs/small --data imagenet/val --int8 accurate --output runs/export
 
     Args:
-        source: which network.
-        settings: what to write, and which images to check it on.
-        output: folder for the files and metrics.json.
-        overwrite: replace another run's results there.
+        source: Which network.
+        settings: What to write, and which images to check it on.
+        output: Folder for the files and metrics.json.
+        overwrite: Replace another run's results there.
     """
     with output_folder(output, overwrite=overwrite):
         from ltm.deployment import export as exporting

@@ -22,8 +22,8 @@ def finetune(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:
         ltm finetune --recipe shapes_vit --weights runs/base/model --output runs/tuned
 
     Args:
-        settings: all settings of the run.
-        folder: what it starts from, and where it goes to.
+        settings: All settings of the run.
+        folder: What it starts from, and where its results go.
     """
     from ltm.training import run
 
@@ -31,5 +31,5 @@ def finetune(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:
 
 
 def prepare(options: Sequence[str]) -> Callable[..., None]:
-    """The command with the defaults that its recipe and its file say."""
+    """The command, with the defaults of its recipe and its file."""
     return with_defaults(finetune, options, FINETUNE)

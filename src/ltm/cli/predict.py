@@ -1,4 +1,4 @@
-"""`ltm predict`: images through a model, as many as there are."""
+"""`ltm predict`: any number of images through a model."""
 
 import sys
 from pathlib import Path
@@ -34,14 +34,14 @@ def predict(
         find /data -name '*.jpg' | ltm predict - --onnx runs/export/model.onnx --format csv
 
     Args:
-        inputs: images, folders, lists of paths, or - for standard input.
-        source: which network.
-        settings: how images are prepared, and what is written about them.
-        onnx: a file that ltm export wrote, instead of a network.
-        form: jsonl, csv, or parquet: files that a stopped run goes on with (--resume), which
-            several GPUs or a Ray cluster may write (--devices, --ray).
-        output: folder for predictions and metrics.json; by default they are printed.
-        overwrite: replace another run's results there.
+        inputs: Images, folders, lists of paths, or - for standard input.
+        source: Which network.
+        settings: How images are prepared, and what is written about them.
+        onnx: A file that ltm export wrote, instead of a network.
+        form: What to write. Parquet files can be written by several GPUs (--devices) or a Ray
+            cluster (--ray), and --resume continues a stopped run.
+        output: Folder for predictions and metrics.json; by default predictions are printed.
+        overwrite: Replace another run's results there.
     """
     tables = form == "parquet"
     _check_form(settings, output, tables=tables)
@@ -57,8 +57,6 @@ def predict(
             found.save(output, form)
         elif form != "parquet":
             found.write(sys.stdout, form)
-    if not found.num_images and not tables:
-        print("there are no images among the inputs", file=sys.stderr)
     if found.num_unreadable:
         unread = f"{found.num_unreadable} of {found.num_images} images could not be read"
         print(unread, file=sys.stderr)
@@ -70,12 +68,12 @@ def predict(
 
 
 def _say(line: str) -> None:
-    """Predictions go to standard output, so this goes elsewhere."""
+    """Print a line on standard error: predictions go to standard output."""
     print(line, file=sys.stderr)
 
 
 def _check_form(settings: PredictSettings, output: Path | None, *, tables: bool) -> None:
-    """Refuse options of Parquet files for lines, and Parquet files without a folder."""
+    """Refuse options that only Parquet files have, and Parquet files without a folder."""
     if tables and output is None:
         raise ValueError("format is parquet: give --output, a folder for the files")
     for name in ("devices", "ray", "resume"):
@@ -84,9 +82,11 @@ def _check_form(settings: PredictSettings, output: Path | None, *, tables: bool)
 
 
 def _check_onnx_alone(onnx: Path, source: ModelSource) -> None:
-    """Refuse a network beside an ONNX file, and options that the file would ignore."""
+    """Refuse a network next to an ONNX file, and options that the file would ignore."""
     from ltm.deployment.prediction import is_detector
 
+    if onnx.suffix.lower() not in (".onnx", ".pt2"):  # the verb says why it does not take .pt2
+        raise ValueError(f"onnx is {onnx}, but must be a file whose name ends in .onnx")
     if source.run is not None and is_detector(source.run):
         refuse_given({"onnx": onnx}, "a saved detector")
     if source.run is not None or source.model is not None:

@@ -19,11 +19,11 @@ def segment(action: Train | Evaluate | Predict) -> None:
         ltm segment predict --run runs/ltm photo.jpg folder/ --output runs/pictures
 
     Args:
-        action: what to do; each has its own --help.
+        action: What to do; each has its own --help.
     """
     action("mask_rcnn")
 
 
 def prepare(options: Sequence[str]) -> Callable[..., None]:
-    """The command with the defaults that its recipe and its file say."""
+    """The command, with the defaults of its recipe and its file."""
     return actions_of(segment, "mask_rcnn", options)

@@ -28,10 +28,10 @@ def serve(
         ltm serve --run runs/small --port 8000
 
     Args:
-        source: your own network, if any.
-        settings: what the page offers, and where it listens.
-        output: folder for metrics.json, written at the end.
-        overwrite: replace another run's results there.
+        source: Your own network, if any.
+        settings: What the page offers, and where it listens.
+        output: Folder for metrics.json, written at the end.
+        overwrite: Replace another run's results there.
     """
     with output_folder(output, overwrite=overwrite):
         from ltm.web import server

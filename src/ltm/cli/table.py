@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def prepare(_options: Sequence[str]) -> Callable[..., None]:
-    """The command itself, which a checkout of the project has and an installed `ltm` has not."""
+    """The command itself, which comes with a checkout of the project, not with the package."""
     if find_spec("reproduction") is None:
         root = next(
             (root for root in _roots() if (root / "reproduction/command.py").is_file()), None
@@ -23,5 +23,5 @@ def prepare(_options: Sequence[str]) -> Callable[..., None]:
 
 
 def _roots() -> tuple[Path, ...]:
-    """Where a checkout may be: the current folder, or where an editable `ltm` is installed from."""
+    """Where a checkout may be: the current folder, or that of an editable installation."""
     return Path.cwd(), Path(__file__).resolve().parents[3]

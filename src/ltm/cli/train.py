@@ -12,7 +12,7 @@ from ltm.training.settings import TrainSettings
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFolder(RunFolder):
-    """What the training of a classifier starts from, and its folder."""
+    """What the training of a classifier starts from, and the folder that it writes."""
 
     recipe: str | None = None
     """Named settings to start from: mobilevit_xs, mobilevit_s, efficientvit_b1_r224,
@@ -36,8 +36,8 @@ def train(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:
         ltm train --recipe vit_small --data /data/imagenet --output runs/vit-s --resume auto
 
     Args:
-        settings: all settings of the run.
-        folder: what it starts from, and where it goes to.
+        settings: All settings of the run.
+        folder: What it starts from, and where its results go.
     """
     from ltm.training import run
 
@@ -45,19 +45,19 @@ def train(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:
 
 
 def prepare(options: Sequence[str]) -> Callable[..., None]:
-    """The command with the defaults that its recipe and its file say."""
+    """The command, with the defaults of its recipe and its file."""
     return with_defaults(train, options, SCRATCH)
 
 
 def with_defaults(
     command: Callable[..., None], options: Sequence[str], recipes: Mapping[str, TrainSettings]
 ) -> Callable[..., None]:
-    """A command whose settings have the defaults that the options ask for."""
+    """A command whose settings have the defaults that the options decide."""
     folder = TrainFolder(output=Path("runs") / command.__name__)
     return partial(command, settings=starting_point(options, recipes), folder=folder)
 
 
 def starting_point(options: Sequence[str], recipes: Mapping[str, TrainSettings]) -> TrainSettings:
-    """The settings before options, which the recipe, the file, the model and the method decide."""
+    """The defaults of the settings, which recipe, file, model and method decide."""
     given = read_ahead(options, "recipe", "config", "model", "method")
     return recipes[SMALLEST] if given is None else starting_settings(recipes, **given)

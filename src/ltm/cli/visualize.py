@@ -30,11 +30,11 @@ def visualize(
             --sites all --gif --output runs/pictures
 
     Args:
-        source: which network.
-        settings: what is drawn.
-        images: image files and folders.
-        output: folder for the pictures and metrics.json.
-        overwrite: replace another run's results there.
+        source: Which network.
+        settings: What is drawn.
+        images: Image files and folders.
+        output: Folder for the pictures and metrics.json.
+        overwrite: Replace another run's results there.
     """
     with output_folder(output, overwrite=overwrite):
         from ltm.report import visualization

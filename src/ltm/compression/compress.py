@@ -39,7 +39,7 @@ from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
 from ltm.data.datasets import Splits, open_dataset
 from ltm.data.images import ImageDataset
-from ltm.deployment.forms import ONNX_FILE, FileNetwork, OnnxFiles, code_for
+from ltm.deployment.forms import ONNX_FILE, OnnxFiles, code_for
 from ltm.deployment.information import ModelInformation, describe as inform
 from ltm.evaluation.accuracy import PairedDifference, summarise
 from ltm.evaluation.images import (
@@ -648,7 +648,7 @@ class _Compression:
         """Show all networks all images, in an order that mixes the classes."""
         dataset = self.images.evaluation
         self.say(f"Evaluating {len(self.models)} networks on {len(dataset):,} images")
-        files = {name: FileNetwork(self.onnx(self.model)) for name in self.files}
+        files = {name: self.onnx(self.model) for name in self.files}
         self.measured.measure_accuracy(self._batches(mixed(dataset)), files)
 
     def measure_bottleneck(self) -> None:
@@ -782,7 +782,7 @@ def _forms(settings: CompressSettings, device: torch.device) -> tuple[str, ...]:
             raise ValueError(f"form {form} needs an NVIDIA GPU")
     if settings.export or "onnxruntime" in forms:
         for package in ("onnx", "onnxscript", "onnxruntime"):
-            require(package, extra="export")
+            require(package)
     return forms
 
 

@@ -5,6 +5,26 @@ from typing import Any
 
 from ltm.core.validation import require, require_least
 
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+
+
+def is_generated(source: str) -> bool:
+    """Say whether a source names generated shapes; a folder of that name is written ./shapes."""
+    return source.partition(":")[0] == "shapes"
+
+
+def require_image_settings(
+    crop_ratio: float | None,
+    interpolation: str | None = None,
+    std: tuple[float, ...] | None = None,
+) -> None:
+    """Refuse impossible images of a network; None is what the model expects."""
+    fits = crop_ratio is None or 0.0 < crop_ratio <= 1.0
+    require(fits, "crop_ratio", crop_ratio, "above 0 and at most 1")
+    known = interpolation is None or interpolation in _INTERPOLATIONS
+    require(known, "interpolation", interpolation, f"one of {', '.join(_INTERPOLATIONS)}")
+    require(std is None or min(std) > 0.0, "std", std, "above 0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -17,13 +37,13 @@ class DataConfig:
     val_split: str = "val"
     """Split to evaluate on."""
     holdout_ratio: float = 0.1
-    """Share of each class held out for validation where the training data are not split."""
+    """Share of each class to hold out for validation, for class folders that are not split."""
     image_size: int | None = None
     """Side of the network's input in pixels; by default what the model was made for."""
     crop_ratio: float | None = None
     """Evaluation crop as a share of the resized side; by default the model's (1 for shapes)."""
     interpolation: str | None = None
-    """bicubic, bilinear or nearest; by default the model's."""
+    """nearest, bilinear, bicubic, box, hamming or lanczos; by default the model's."""
     mean: tuple[float, float, float] | None = None
     """Mean of the normalisation, of values from 0 to 1; by default the model's."""
     std: tuple[float, float, float] | None = None
@@ -45,8 +65,7 @@ class DataConfig:
             require_least(name, getattr(self, name), 0)
         ratio = self.holdout_ratio
         require(0.0 <= ratio < 1.0, "holdout_ratio", ratio, "at least 0 and below 1")
-        crop = self.crop_ratio
-        require(crop is None or 0.0 < crop <= 1.0, "crop_ratio", crop, "above 0 and at most 1")
+        require_image_settings(self.crop_ratio, self.interpolation, self.std)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +139,6 @@ class AugmentConfig:
 
 
 def without_removed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return data settings that 0.1.0 wrote, less those that no longer exist."""
+    """Return data settings that 0.1.0 wrote, without those that no longer exist."""
     removed = ("resident", "shuffle_buffer")
     return {name: value for name, value in values.items() if name not in removed}

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ltm.data.config import DataConfig
+from ltm.core.validation import first_line
+from ltm.data.config import DataConfig, is_generated
 from ltm.data.decoding import decode
 from ltm.data.folders import label_images, open_files
 from ltm.data.images import ImageDataset, LabelledFiles, Transform
@@ -40,7 +41,7 @@ def open_dataset(
             of them), `hf:NAME` or `hf:NAME:CONFIG` of Hugging Face, or `shapes`, generated, with
             options such as `shapes:classes=10,size=64,images=4000,val_images=1000,seed=0`. Limits
             may be written behind a source: `slides?most_pixels=500000000` (`data.limits`).
-        split: `train`, `val` or `test`; without meaning where the data are not split.
+        split: `train`, `val` or `test`; ignored if the data are not split.
         transform: Applied to each PIL image; None leaves PIL images.
         max_unreadable: How many unreadable images are skipped, with a warning, before an error.
         holdout_ratio: For class folders that are not split: the share of each class that is
@@ -49,7 +50,7 @@ def open_dataset(
             without class folders; the data set then has no class names.
     """
     source = str(source)
-    if source.partition(":")[0] == "shapes":  # a folder of this name is written ./shapes
+    if is_generated(source):
         counts = {"images": 4000, "val_images": 1000}
         arguments = shapes_arguments(source, split, classes=10, size=64, small=0, **counts)
         return ShapesClassification(**arguments, transform=transform)
@@ -97,7 +98,7 @@ def refuse_shared(one: ImageDataset, other: ImageDataset, *splits: str) -> None:
 
 
 def _find_images(source: str, split: str, holdout_ratio: float, *, labelled: bool) -> LabelledFiles:
-    """Tell sources apart by their form."""
+    """Open a source by the form of its name."""
     source, limits, _ = split_limits(source)
     if source.startswith("hf:"):
         return _find_on_hugging_face(source, split, limits)
@@ -114,7 +115,7 @@ def _find_images(source: str, split: str, holdout_ratio: float, *, labelled: boo
 
 
 def is_folder_of(suffix: str, folder: Path) -> bool:
-    """Say whether a folder holds shards, files of a suffix, and no folders."""
+    """Say whether a folder holds shards (files with this suffix) and no folders."""
     return (
         folder.is_dir()
         and not any(path.is_dir() for path in folder.iterdir())
@@ -126,7 +127,7 @@ _SPLIT_ALIASES = {"val": ("val", "validation", "valid")}
 
 
 class _HuggingFaceImages:
-    """Images of a Hugging Face data set, which hands out bytes or the path of a file."""
+    """Images of a Hugging Face data set, which gives bytes or the path of a file."""
 
     def __init__(self, rows: Any, column: str, where: str, limits: Limits) -> None:
         self._rows = rows
@@ -157,7 +158,12 @@ def open_hugging_face(source: str, split: str, limits: Limits) -> _HuggingFace:
     """Open a split of `hf:NAME` or `hf:NAME:CONFIG`; its images need no labels."""
     datasets = require("datasets")
     name, _, config = source.removeprefix("hf:").partition(":")
-    known = datasets.get_dataset_split_names(name, config or None)
+    try:
+        known = datasets.get_dataset_split_names(name, config or None)
+    except Exception as error:  # hubs and networks fail in ways of their own
+        raise ValueError(
+            f"{source} cannot be opened ({first_line(error)}): check its name and the network"
+        ) from error
     chosen = next((alias for alias in _SPLIT_ALIASES.get(split, (split,)) if alias in known), None)
     if chosen is None:
         raise ValueError(f"{source} has no split {split!r}; choose from {', '.join(known)}")
@@ -174,7 +180,7 @@ def _find_on_hugging_face(source: str, split: str, limits: Limits) -> LabelledFi
 
 
 def _column(features: dict[str, Any], kind: str, source: str) -> str:
-    """Find the one column of a kind; the first, where a data set has several labels."""
+    """Find the column of a kind; the first, if there are several."""
     for name, feature in features.items():
         if type(feature).__name__ == kind:
             return name

@@ -68,13 +68,13 @@ def decode(
 
     Raises:
         LimitError: The image has too many pixels.
-        UnreadableImageError: It is damaged, or no image.
+        UnreadableImageError: It is damaged, or not an image.
     """
     limits = limits or Limits()
     _lift_pillows_limit(limits.most_pixels)
     try:
         with warnings.catch_warnings():
-            # About the metadata of images that do decode: of no use to whoever trains on them.
+            # They are about the metadata of images that can be decoded.
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=formats) as image:
                 _check_pixels(name, image.width * image.height, limits)
@@ -87,20 +87,20 @@ def decode(
     except LimitError:
         raise
     except Exception as error:  # decoders raise anything on damaged bytes
-        if isinstance(error, Image.DecompressionBombError):  # far above: Pillow's own limit
+        if isinstance(error, Image.DecompressionBombError):  # Pillow's own limit
             _check_pixels(name, int("0" + "".join(re.findall(r"\d+", str(error))[:1])), limits)
-        raise UnreadableImageError(f"{name} is no readable image: {_sentence(error)}") from error
+        raise UnreadableImageError(f"{name} is not a readable image: {_sentence(error)}") from error
 
 
 def decode_array(data: bytes | memoryview, name: str, limits: Limits | None = None) -> np.ndarray:
     """Decode a .npy file of 8-bit pixels, (height, width, 3) or (3, height, width), without a copy.
 
-    Its header is checked first: it may claim any size, and nothing in it is unpickled.
+    The header is checked first, as it may claim any size. Nothing is unpickled.
     """
     try:
         shape, by_columns, dtype, start = _array_header(bytes(data[: 10 + _header_size(data)]))
     except Exception as error:  # numpy parses the header as Python
-        raise UnreadableImageError(f"{name} is no readable array: {_sentence(error)}") from error
+        raise UnreadableImageError(f"{name} is not a readable array: {_sentence(error)}") from error
     if dtype != np.uint8 or by_columns or len(shape) != 3 or 3 not in (shape[0], shape[2]):
         raise UnreadableImageError(
             f"{name} is an array of {dtype} and shape {shape}; 8-bit pixels of shape "
@@ -109,7 +109,7 @@ def decode_array(data: bytes | memoryview, name: str, limits: Limits | None = No
     size = math.prod(shape)
     _check_pixels(name, size // 3, limits or Limits())
     if len(data) - start < size:
-        raise UnreadableImageError(f"{name} is no readable array: it is cut off")
+        raise UnreadableImageError(f"{name} is not a readable array: it is cut off")
     return np.frombuffer(data, np.uint8, size, start).reshape(shape)
 
 
@@ -123,7 +123,9 @@ def _array_header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], in
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     if version != (1, 0):
-        raise ValueError(f"version {version} of the format is not taken; save it with numpy.save")
+        raise ValueError(
+            f"version {version} of the format is not supported; save it with numpy.save"
+        )
     return *np.lib.format.read_array_header_1_0(file), file.tell()
 
 
@@ -139,9 +141,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _eight_bits(image: Image.Image, rows: int = 256) -> np.ndarray:
+def _eight_bits(image: Image.Image) -> np.ndarray:
     """Scale 16-bit grey, a few rows at a time: floats of a large image would fill the memory."""
-    scaled = np.empty((image.height, image.width), np.uint8)
+    scaled, rows = np.empty((image.height, image.width), np.uint8), 256
     for top in range(0, image.height, rows):
         part = image.crop((0, top, image.width, min(top + rows, image.height)))
         grey = np.asarray(part, dtype=np.float32) / 257.0
@@ -151,7 +153,7 @@ def _eight_bits(image: Image.Image, rows: int = 256) -> np.ndarray:
 
 def _refuse_programs(image: Image.Image) -> None:
     if image.format == "EPS":
-        raise ValueError("PostScript is not taken; Pillow would run Ghostscript on it")
+        raise ValueError("PostScript is refused, because Pillow would run Ghostscript on it")
 
 
 def _check_pixels(name: str, pixels: int, limits: Limits) -> None:
@@ -159,7 +161,7 @@ def _check_pixels(name: str, pixels: int, limits: Limits) -> None:
 
 
 def _lift_pillows_limit(most_pixels: int) -> None:
-    """Let Pillow read what the user allows; its own limit is one for the whole process."""
+    """Raise Pillow's limit, one for the whole process, to what the user allows."""
     pillows = Image.MAX_IMAGE_PIXELS
     raised = most_pixels > Limits.most_pixels
     if raised and pillows is not None and most_pixels > 2 * pillows:
@@ -183,6 +185,6 @@ def _turned(
 
 
 def _sentence(error: BaseException) -> str:
-    # Pillow names the buffer that it read from, which tells a user nothing.
+    # Pillow ends with the buffer that it read from.
     text = str(error).partition("<_io.BytesIO")[0]
     return " ".join(text.split()) or type(error).__name__

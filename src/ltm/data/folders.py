@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from ltm.core.validation import require
 from ltm.data.decoding import EXTENSIONS, decode
 from ltm.data.images import LabelledFiles
 from ltm.data.limits import Limits, read_file
@@ -29,7 +30,7 @@ _SPLIT_NAMES = {
 
 
 class Files:
-    """Files of a folder by name: relative, with "/" between a name's parts. Links are followed."""
+    """Files of a folder by relative name, with "/" between its parts. Links are followed."""
 
     def __init__(self, path: Path, limits: Limits | None = None) -> None:
         self.path = path
@@ -47,12 +48,12 @@ class Files:
         return found
 
     def read(self, name: str, limit: str = "most_bytes") -> bytes:
-        """Return a file's content; `limit` names what bounds its size."""
+        """Return a file's content; `limit` is the field of the limits that bounds its size."""
         return read_file(self.path / name, self.limits, limit)
 
 
 def _leads_back(where: str, name: str) -> bool:
-    """Say whether a folder is a link to one that it lies in: a walk would never end."""
+    """Say whether a folder is a link to a folder around it: a walk would never end."""
     path = Path(where, name)
     return path.is_symlink() and Path(where).resolve().is_relative_to(path.resolve())
 
@@ -74,7 +75,7 @@ class _ZipFiles(Files):
     open file would move each other's position. Threads may share it.
     """
 
-    def __init__(self, path: Path, limits: Limits | None = None) -> None:
+    def __init__(self, path: Path, limits: Limits | None) -> None:
         super().__init__(path, limits)
         self._opened: tuple[int, zipfile.ZipFile] | None = None
         try:
@@ -83,7 +84,7 @@ class _ZipFiles(Files):
             raise
         except Exception as error:  # zipfile raises half a dozen kinds on damaged directories
             raise ValueError(
-                f"{self.path} is no readable .zip archive ({error}); copy it again"
+                f"{self.path} is not a readable .zip archive ({error}); copy it again"
             ) from error
         self.limits.check_inflation(
             path, stored=path.stat().st_size, inflated=sum(member.file_size for member in members)
@@ -98,9 +99,9 @@ class _ZipFiles(Files):
         where, archive = f"{self.path}/{name}", self._archive()
         member = archive.getinfo(name)
         self.limits.check(limit, member.file_size, f"{where} has {member.file_size} bytes")
-        # zipfile bounds what it inflates, but only of these.
+        # Only with these does zipfile bound what it inflates.
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(f"{where} is packed with an unusual method; use deflate or store")
+            raise ValueError(f"{where} is compressed in an unusual way; use deflate or store")
         try:
             with archive.open(member) as file:
                 content = file.read(member.file_size)
@@ -168,8 +169,8 @@ def list_images(files: Files) -> Listing:
         parts = folder.split("/") if folder else []
         if len(parts) > _MOST_DEPTH:
             raise ValueError(
-                f"{files.path} has {len(parts)} folders within one another, but must have at most "
-                f"{_MOST_DEPTH}: {folder:.40}..."
+                f"{files.path} nests {len(parts)} folders, but must nest at most {_MOST_DEPTH}: "
+                f"{folder:.40}..."
             )
         if max(map(len, parts), default=0) > _MOST_LETTERS:
             raise ValueError(
@@ -207,8 +208,8 @@ def label_images(
 
     Class folders lie in split folders (`train`, `val`, `test`) or directly in the root; one folder
     around everything is tolerated. Without split folders every split is the whole data set, or,
-    given a hold-out ratio, "val" is that share of each class and "train" is the rest. Where images
-    need not be `labelled`, those of a flat folder, and of folders in it, have no class names.
+    given a hold-out ratio, "val" is that share of each class and "train" is the rest. If `labelled`
+    is False, the images of a flat folder, and of the folders in it, may lack classes.
     """
     listing = list_images(files)
     root = _class_root(listing)
@@ -347,9 +348,8 @@ _MOST_DIGITS = 18
 
 
 def _hold_out(labels: np.ndarray, split: str, ratio: float) -> np.ndarray:
-    """Return which images are of a split: evenly spread ones of every class of two are "val"."""
-    if not 0.0 < ratio < 1.0:
-        raise ValueError(f"holdout_ratio is {ratio}, but must be between 0 and 1")
+    """Return the images of a split: "val" has evenly spread ones of every class that has two."""
+    require(0.0 < ratio < 1.0, "holdout_ratio", ratio, "between 0 and 1")
     if split not in ("train", "val"):
         raise ValueError(f"a hold-out has no split {split!r}; choose from train, val")
     held = np.zeros(len(labels), dtype=bool)

@@ -34,7 +34,7 @@ class ImageFiles(Protocol):
 
 
 class LabelledFiles(NamedTuple):
-    """The images of one split, their labels and the classes' names; `split` is "all" if none."""
+    """The images of one split, their labels and the classes' names; "all" is no split."""
 
     files: ImageFiles
     labels: np.ndarray
@@ -130,8 +130,7 @@ class UnreadableImages:
     """
 
     def __init__(self, num_images: int, limit: int, name: Callable[[int], str]) -> None:
-        if limit < 0:
-            raise ValueError(f"max_unreadable is {limit}, but must not be negative")
+        require_least("max_unreadable", limit, 0)
         self.limit = limit
         self._name = name
         self._reported: set[int] = set()

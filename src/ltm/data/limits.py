@@ -56,7 +56,7 @@ _ALWAYS_INFLATED = 2**26
 
 
 class LimitError(ValueError):
-    """A file has more of something than is read: how many is in `number`."""
+    """A file exceeds a limit; `number` is what it has."""
 
     def __init__(self, said: str, number: int) -> None:
         super().__init__(said)
@@ -97,7 +97,7 @@ def read_file(path: Path, limits: Limits, field: str = "most_bytes") -> bytes:
     """Read a file of limited size. Pipes and devices are refused: they may never end."""
     status = path.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     limits.check(field, status.st_size, f"{path} has {status.st_size} bytes")
     with path.open("rb") as file:
         return file.read(status.st_size)

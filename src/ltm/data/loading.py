@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from timm.data.loader import PrefetchLoader
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ltm.data.config import AugmentConfig, DataConfig
@@ -72,7 +73,7 @@ class Loader:
 
 
 class Lookahead(Generic[T]):
-    """Batches, of which the next can be fetched while the device works on the one at hand."""
+    """Batches; the next one can be fetched while the device works on the current one."""
 
     def __init__(self, batches: Iterable[T]) -> None:
         self._batches = iter(batches)
@@ -80,7 +81,7 @@ class Lookahead(Generic[T]):
         self._over = False
 
     def fetch(self) -> None:
-        """Have the next batch at hand; does nothing if it is."""
+        """Fetch the next batch, unless that is done."""
         if not self._fetched and not self._over:
             try:
                 self._fetched.append(next(self._batches))
@@ -178,7 +179,7 @@ def training_loader(
     rank: int = 0,
     world_size: int = 1,
 ) -> Loader:
-    """Load a data set for training, augmented; Mixup is `transforms.BatchMixup`'s, afterwards."""
+    """Load augmented images for training; `transforms.BatchMixup` mixes the batches later."""
     return build_loader(
         dataset.with_transform(training_transform(spec, augment)),
         batch_size=config.batch_size,
@@ -217,15 +218,7 @@ def evaluation_loader(
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Move all tensors within lists, tuples and dicts; leave everything else."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {name: to_device(part, device) for name, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(part, device) for part in value))
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(part, device) for part in value)
-    return value
+    return tree_map_only(Tensor, lambda found: found.to(device, non_blocking=True), value)
 
 
 class _SeededItems(Dataset[Any]):

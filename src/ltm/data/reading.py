@@ -67,7 +67,7 @@ def _of_size(pixels: np.ndarray, size: tuple[int, int]) -> Tensor | None:
 
 
 def decoded(content: Any, name: str) -> Content:
-    """An image as others hand it over: bytes, pixels, a Pillow image, or bytes in a dict."""
+    """Decode an image: bytes, bytes in a dict, 8-bit pixels, or a Pillow image."""
     if isinstance(content, dict):  # as `datasets` stores images
         content = content.get("bytes")
     if isinstance(content, bytes | bytearray | memoryview):
@@ -89,7 +89,7 @@ def sentence(error: Exception) -> str:
 
 
 class ChunkReader(Dataset[Readings]):
-    """Reads the images of a chunk; what cannot be read is no error, it has one."""
+    """Reads the images of a chunk; one that cannot be read has an error in place of pixels."""
 
     def __init__(self, prepare: Prepare, threads: int = 1) -> None:
         self.prepare, self.threads = prepare, threads
@@ -119,17 +119,17 @@ def read_chunks(
     collate: Callable[[Readings], Any] | None = None,
     pin_memory: bool = False,
 ) -> Iterator[Any]:
-    """Read chunks in order, each when it is needed; a few ahead where there are workers.
+    """Read chunks in order, when they are needed; workers read a few ahead.
 
     Args:
         chunks: what to read; memory does not grow with their number.
         prepare: makes a tensor of an image.
         workers: processes that read; 0 reads in this one.
-        threads: that read in this process, without workers.
+        threads: threads that read in this process if there are no workers.
         collate: applied to what was read, by the worker that read it.
         pin_memory: have tensors ready to be copied to a GPU.
     """
-    of_one: Any = collate or _as_it_is  # torch types it for lists, of which there are none here
+    of_one: Any = collate or _as_it_is  # torch's type is for lists of items
     return iter(
         DataLoader(
             ChunkReader(prepare, 1 if workers else threads),

@@ -109,7 +109,7 @@ class TrainingSampler(Sampler[Draw]):
         return self._drawn // self._world_size
 
     def __iter__(self) -> Iterator[Draw]:
-        # Decided here and now: what comes is this epoch's even if another is chosen meanwhile.
+        # Fixed now, even if the next epoch is chosen before these draws are used.
         return self._draws(self.epoch, self._indices())
 
     def _draws(self, epoch: int, indices: list[int]) -> Iterator[Draw]:

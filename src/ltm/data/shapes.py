@@ -5,7 +5,6 @@ process. The scene, though not its grain, is also the same at every image size.
 """
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -151,12 +150,6 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         """Return the images' ids in `coco_dict`."""
         return tuple(range(self.num_images))
 
-    def with_transforms(self, transforms: JointTransform | None) -> "ShapesDetection":
-        """Return the same images under other transforms."""
-        changed = copy(self)
-        changed.transforms = transforms
-        return changed
-
     def __len__(self) -> int:
         return self.num_images
 
@@ -221,13 +214,13 @@ class ShapesDetection(Dataset[tuple[Any, dict[str, Any]]]):
         }
 
 
-def example_pictures(num_pictures: int = 6, image_size: int = 256, seed: int = 0) -> list[Picture]:
+def example_pictures(num_pictures: int = 6, image_size: int = 256) -> list[Picture]:
     """Paint a few larger pictures, of one to three objects each, for documentation and demos."""
     names = class_names(20)
     pictures = []
     require_least("num_pictures", num_pictures)
     for index in range(num_pictures):
-        rng = _generator(seed, "examples", "test", index)
+        rng = _generator(0, "examples", "test", index)
         count = index % 3 + 1
         labels = tuple(rng.choice(len(names), count, replace=False).tolist())
         scene = draw_scene(rng, labels, (0.3, 0.38) if count == 1 else (0.16, 0.24))
@@ -253,8 +246,8 @@ def shapes_options(source: str, defaults: dict[str, int]) -> dict[str, int]:
 def shapes_arguments(source: str, split: str, **defaults: int) -> dict[str, Any]:
     """Read a source as arguments of `ShapesClassification` or `ShapesDetection`.
 
-    Defaults are `classes`, `size`, and `images` to train on and `val_images` otherwise, and `small`
-    where there is a choice.
+    `defaults` are `classes`, `size`, `images` (to train on), `val_images` (for other splits) and,
+    for data that know it, `small`.
     """
     options = shapes_options(source, defaults | {"seed": 0})
     choice = {"small": bool(options["small"])} if "small" in options else {}

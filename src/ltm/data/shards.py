@@ -65,7 +65,7 @@ def expand_shards(pattern: str, split: str) -> tuple[Path, ...]:
         of_split = [path for path in paths if _has_word(path.stem, split)]
         return tuple(of_split or paths)
     found: list[Path] = []
-    expand = require("braceexpand", extra="cli").braceexpand  # comes with webdataset
+    expand = require("braceexpand").braceexpand  # comes with webdataset
     for name in expand(pattern.replace("{split}", split), escape=False):
         path = Path(name)
         is_glob = any(character in path.name for character in "*?[")
@@ -81,14 +81,7 @@ def _has_word(name: str, start: str) -> bool:
 def open_shards(paths: Sequence[Path], limits: Limits | None = None) -> LabelledFiles:
     """Index shards; `classes.txt` beside them, a name a line, names the classes."""
     limits = limits or Limits()
-    if not paths:
-        raise FileNotFoundError("no tar shards match; check the pattern, such as a-{000..123}.tar")
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"{len(missing)} of {len(paths)} tar shards are missing, {missing[0]} first; "
-            "check the pattern"
-        )
+    require_shards(paths)
     rows = [
         (shard, number, *sample)
         for shard, path in enumerate(paths)
@@ -108,11 +101,23 @@ def open_shards(paths: Sequence[Path], limits: Limits | None = None) -> Labelled
     return LabelledFiles(ShardImages(paths, places, limits), labels, names)
 
 
+def require_shards(paths: Sequence[Path]) -> None:
+    """Refuse a pattern that no shard matches, or that names shards which are missing."""
+    if not paths:
+        raise FileNotFoundError("no shards match; check the pattern, such as a-{000..123}.tar")
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{len(missing)} of {len(paths)} shards are missing, {missing[0]} first; check the "
+            "pattern"
+        )
+
+
 def _listed_classes(path: Path, limits: Limits) -> tuple[str, ...]:
     try:
         text = read_file(path, limits).decode("utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error.reason}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from error
     names = text.removesuffix("\n").split("\n") if text else []
     limits.check("most_classes", len(names), f"{path} has {len(names)} classes")
     return tuple(names)
@@ -135,7 +140,7 @@ def _samples(path: Path, limits: Limits) -> Iterator[tuple[int, int, int]]:
 
 def _grouped(path: Path) -> Iterator[dict[str, Any]]:
     """The samples of a shard: extents by extension."""
-    group_by_keys = require("webdataset.tariterators", extra="cli").group_by_keys
+    group_by_keys = require("webdataset.tariterators").group_by_keys
 
     def refuse(error: Exception) -> bool:
         reason = error.args[0] if error.args else type(error).__name__
@@ -153,9 +158,9 @@ class Member(NamedTuple):
 
 
 def shard_images(path: Path, limits: Limits) -> Iterator[Member | ValueError]:
-    """Find the images and .npy arrays of a shard, labelled or not; or why one cannot be taken.
+    """Yield the images and .npy arrays of a shard, labelled or not.
 
-    A shard that cannot be read on ends with the reason.
+    An image that is refused is an error in the sequence; a damaged shard ends with one.
     """
     try:
         for sample in _grouped(path):
@@ -179,7 +184,7 @@ def _members(path: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         raise
     except Exception as error:  # tarfile lets errors of its parts through
-        raise ValueError(f"{path} is no readable tar file ({error}); copy it again") from error
+        raise ValueError(f"{path} is not a readable tar file ({error}); copy it again") from error
 
 
 def _extent(member: tarfile.TarInfo, end: int) -> Extent:
@@ -189,7 +194,7 @@ def _extent(member: tarfile.TarInfo, end: int) -> Extent:
 
 
 class _HeaderFile(io.FileIO):
-    """A shard as tarfile sees it: headers only, whatever size they claim to have."""
+    """A shard for tarfile, which reads its headers: one that claims to be huge is refused."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= _MOST_HEADER_BYTES:
@@ -208,7 +213,7 @@ def _image(
             limits.check("most_bytes", extent.size, f"{path}: {name} has {extent.size} bytes")
             return Member(key, name, extent)
     parts = sorted(f".{name}" for name in sample if not name.startswith("__"))
-    raise ValueError(f"{path}: {sample['__key__']} has {', '.join(parts)}, but no image among them")
+    raise ValueError(f"{path}: {sample['__key__']} has {', '.join(parts)}, but no image")
 
 
 def _label(path: Path, file: Any, sample: dict[str, Any], limits: Limits) -> int:

@@ -1,9 +1,8 @@
-"""Images without labels, as many as there are: which there are, part by part, and where each lies.
+"""Any number of images without labels, found part by part.
 
-An `ImageRef` is small and can be sent to another process, which reads the image. Inputs fall into
-parts, found one after the other: a tar shard, a Parquet file, or so many images of folders,
-archives and lists. Of a part its key is known before its images are looked for, so that finished
-parts cost nothing.
+A part is a tar shard, a Parquet file, or some images of folders, archives and lists. Its key is
+known before its images are looked for, so finished parts cost nothing. An `ImageRef` says where an
+image is; it is small and can be sent to another process, which reads the image.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from PIL import Image
 
+from ltm.data.config import is_generated
 from ltm.data.datasets import is_folder_of, open_dataset, open_hugging_face
 from ltm.data.decoding import ARRAYS, decode, decode_array, read_image
 from ltm.data.folders import Files, list_images, open_files, walk_images
 from ltm.data.images import ImageFiles
 from ltm.data.limits import LimitedSource, Limits, split_limits
-from ltm.data.shards import expand_shards, shard_images
+from ltm.data.shards import expand_shards, require_shards, shard_images
 from ltm.extras import require
 
 STDIN = "-"
 _LISTS = (".txt", ".lst", ".list")
 """Text files with these endings are lists of paths."""
-_INDEXED = ("hf:", "shapes")
 _IDS = ("id", "__key__", "key", "path", "url")
 """Columns of a Parquet file that may name its images."""
 
@@ -40,7 +39,7 @@ Read = Callable[..., Image.Image | np.ndarray]
 
 
 class ImageRef(NamedTuple):
-    """One image: what to call it, and how to read it; or why there is none."""
+    """One image: what to call it, and how to read it or why it cannot be read."""
 
     id: str
     path: str
@@ -49,7 +48,7 @@ class ImageRef(NamedTuple):
     error: str | None = None
 
     def open(self) -> Image.Image | np.ndarray:
-        """The decoded image, or an array of 8-bit pixels; anything at all may be raised."""
+        """The decoded image, or an array of 8-bit pixels; any error may be raised."""
         if self.read is None:
             raise ValueError(self.error or "there is no image")
         return self.read(*self.place)
@@ -59,7 +58,7 @@ class Part(NamedTuple):
     """Images that belong together: a tar shard, or a slice of a folder."""
 
     key: str
-    """Says which images these are, without looking for them where they are in a shard."""
+    """Identifies these images; for a shard without looking into it."""
     images: Callable[[], Sequence[ImageRef]]
 
 
@@ -67,7 +66,7 @@ def check_inputs(inputs: Iterable[str]) -> None:
     """Refuse what does not exist before any work is done."""
     for name in inputs:
         bare = split_limits(name).name
-        named = name == STDIN or bare.startswith(_INDEXED) or _is_pattern(bare)
+        named = name == STDIN or _is_indexed(bare) or _is_pattern(bare)
         if not named and not Path(bare).exists():
             raise FileNotFoundError(f"{name}: there is no such image, folder or list of paths")
 
@@ -78,7 +77,7 @@ def find_parts(inputs: Iterable[str], *, rows: int = 4096, split: str = "train")
     Args:
         inputs: images, folders, .zip archives, lists of paths, `-` for paths from standard input,
             tar shards, Parquet files, `hf:NAME` or `shapes`. Limits may be written behind each.
-        rows: images of a part, where they do not come in shards.
+        rows: images in a part, for those that are not in shards.
         split: of `hf:NAME`, of generated shapes and of shards whose names hold {split}.
     """
     opened = (_open(split_limits(name), split) for name in inputs)
@@ -110,10 +109,10 @@ def _digest(names: Iterable[str]) -> str:
 
 
 def _open(source: LimitedSource, split: str) -> Iterable[ImageRef] | list[Part]:
-    """What an input is, by its form: parts in shards, or images to be counted off."""
+    """Open an input by the form of its name: parts if it is in shards, else its images."""
     name, limits, words = source
     shards = _open_shards(name, limits, split)
-    if shards or name.startswith(_INDEXED):
+    if shards or _is_indexed(name):
         return shards or _indexed(name, split, words)
     if name.lower().endswith(".zip"):
         return _members(name, limits)
@@ -130,23 +129,17 @@ def _open_shards(name: str, limits: Limits, split: str) -> list[Part]:
         folder = is_folder_of(suffix, Path(name))
         if folder or name.endswith(suffix):
             paths = sorted(Path(name).glob(f"*{suffix}")) if folder else expand_shards(name, split)
-            _require_shards(name, paths)
+            require_shards(paths)
             return [part(path, limits) for path in paths]
     return []
 
 
+def _is_indexed(name: str) -> bool:
+    return name.startswith("hf:") or is_generated(name)
+
+
 def _is_pattern(name: str) -> bool:
     return name.endswith(tuple(_SHARDS)) and any(letter in name for letter in "*?[{")
-
-
-def _require_shards(pattern: str, paths: Sequence[Path]) -> None:
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing or not paths:
-        first = f", {missing[0]} first" if missing else ""
-        raise FileNotFoundError(
-            f"{pattern}: {len(missing)} of {len(paths)} shards are missing{first}; check the "
-            "pattern, such as a-{000..123}.tar"
-        )
 
 
 # --- Files ---------------------------------------------------------------------------------------
@@ -205,17 +198,19 @@ def _tar_ref(path: Path, limits: Limits, found: Any) -> ImageRef:
 
 
 class _Window(threading.local):
-    """The stretch of a shard that was read last: its images lie one behind the other."""
+    """The stretch of a shard that was read last, which also holds the next images."""
 
     shard, start, data = "", 0, memoryview(b"")
 
     def read(self, shard: str, offset: int, size: int) -> memoryview:
-        """Some bytes of a shard, with those behind them; each thread has its own."""
+        """Return some bytes of a shard, and keep those that follow; each thread keeps its own."""
         first = offset - self.start
         if shard != self.shard or not 0 <= first <= len(self.data) - size:
             with open(shard, "rb", buffering=0) as file:  # noqa: PTH123
                 file.seek(offset)
-                data = np.empty(max(size, _WINDOW_BYTES), np.uint8)  # not filled, and its own
+                data = np.empty(
+                    max(size, _WINDOW_BYTES), np.uint8
+                )  # images still refer to the old one
                 read = file.readinto(data.data)
             self.shard, self.start, self.data, first = shard, offset, data.data[:read], 0
         return self.data[first : first + size]
@@ -258,16 +253,16 @@ def _parquet_part(path: Path, limits: Limits) -> Part:
 
 @lru_cache(maxsize=8)
 def _parquet(path: str) -> Any:
-    pyarrow = require("pyarrow", extra="scale")
+    pyarrow = require("pyarrow")
     try:
-        return require("pyarrow.parquet", extra="scale").ParquetFile(path)
+        return require("pyarrow.parquet").ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is no readable Parquet file; copy it again") from error
+        raise ValueError(f"{path} is not a readable Parquet file; copy it again") from error
 
 
 def _image_column(path: Path, schema: Any) -> str:
     """The first column of bytes, or of bytes and a path, as `datasets` writes images."""
-    types = require("pyarrow", extra="scale").types
+    types = require("pyarrow").types
     for field in schema:
         inner = field.type.field("bytes").type if _has_bytes(types, field.type) else field.type
         if types.is_binary(inner) or types.is_large_binary(inner):

@@ -58,7 +58,7 @@ def encode_mask(mask: Tensor) -> dict[str, Any]:
     """Return a mask as COCO's compressed run lengths; probabilities count from 0.5 on."""
     flat = mask.detach().reshape(mask.shape[-2:])
     inside = flat >= 0.5 if flat.is_floating_point() else flat.bool()
-    packed = require("pycocotools.mask", extra="detection").encode(
+    packed = require("pycocotools.mask").encode(
         np.asfortranarray(inside.cpu().numpy(), dtype=np.uint8)
     )
     return {"size": list(flat.shape), "counts": packed["counts"].decode("ascii")}
@@ -70,7 +70,7 @@ def decode_mask(segmentation: Any, height: int, width: int) -> Mask:
     Check run lengths from a stranger's file first, as `detection.coco` does: pycocotools
     fills up those that are too short.
     """
-    tools = require("pycocotools.mask", extra="detection")
+    tools = require("pycocotools.mask")
     if isinstance(segmentation, list):
         packed = tools.merge(tools.frPyObjects(segmentation, height, width))
     elif isinstance(segmentation["counts"], list):

@@ -20,7 +20,8 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor, nn
 from torchvision.transforms import Compose
 
-from ltm.data.config import AugmentConfig, DataConfig
+from ltm.core.validation import first_line
+from ltm.data.config import AugmentConfig, DataConfig, is_generated, require_image_settings
 from ltm.data.decoding import to_rgb
 from ltm.data.images import Transform
 from ltm.data.sampling import make_key, random_numbers_of
@@ -38,25 +39,24 @@ class ImageSpec:
     std: tuple[float, ...] = IMAGENET_DEFAULT_STD
 
     def __post_init__(self) -> None:
-        """Refuse a crop that there is not."""
-        if not 0.0 < self.crop_ratio <= 1.0:
-            raise ValueError(f"crop_ratio is {self.crop_ratio}, but must be above 0 and at most 1")
+        """Refuse what cannot work."""
+        require_image_settings(self.crop_ratio, self.interpolation, self.std)
 
 
 def image_spec(config: DataConfig | None = None, model: nn.Module | None = None) -> ImageSpec:
-    """Say what images a timm model expects; what the config states goes first.
+    """Say what images a timm model expects, unless the config says otherwise.
 
-    A model built for another input size than its weights' (`img_size=64`) gets that size. Of
-    generated shapes nothing is cropped away by default.
+    A model that was built for another input size than its weights (`img_size=64`) gets that size.
+    Generated shapes are not cropped by default.
     """
     config = config or DataConfig()
     weights = getattr(model, "pretrained_cfg", None)
     expected = resolve_data_config(pretrained_cfg=weights or {"input_size": (3, 224, 224)})
     size = _built_size(model) or tuple(expected["input_size"][1:])
-    generated = config.source.partition(":")[0] == "shapes"
     return ImageSpec(
         size=(config.image_size, config.image_size) if config.image_size else size,
-        crop_ratio=config.crop_ratio or (1.0 if generated else expected["crop_pct"]),
+        crop_ratio=config.crop_ratio
+        or (1.0 if is_generated(config.source) else expected["crop_pct"]),
         crop_mode=expected["crop_mode"],
         interpolation=config.interpolation or expected["interpolation"],
         mean=config.mean or tuple(expected["mean"]),
@@ -91,19 +91,24 @@ def training_transform(spec: ImageSpec, augment: AugmentConfig) -> Transform:
     erasing = [_Erase(augment.erase, spec)] if augment.erase > 0.0 else []
     if not (augment.auto_augment or augment.color_jitter) and spec.interpolation in _SMOOTH:
         return Compose([_CropAndFlip(spec, augment), *erasing])
-    transform = create_transform(
-        input_size=(3, *spec.size),
-        is_training=True,
-        scale=augment.scale,
-        ratio=augment.ratio,
-        hflip=augment.hflip,
-        color_jitter=augment.color_jitter or None,  # pyright: ignore[reportArgumentType]
-        auto_augment=augment.auto_augment,
-        interpolation=spec.interpolation,
-        mean=spec.mean,
-        std=spec.std,
-        use_prefetcher=True,
-    )
+    try:
+        transform = create_transform(
+            input_size=(3, *spec.size),
+            is_training=True,
+            scale=augment.scale,
+            ratio=augment.ratio,
+            hflip=augment.hflip,
+            color_jitter=augment.color_jitter or None,  # pyright: ignore[reportArgumentType]
+            auto_augment=augment.auto_augment,
+            interpolation=spec.interpolation,
+            mean=spec.mean,
+            std=spec.std,
+            use_prefetcher=True,
+        )
+    except (AssertionError, ValueError) as error:  # all else was checked before
+        raise ValueError(
+            f"auto_augment is {augment.auto_augment}, which timm cannot read: {first_line(error)}"
+        ) from error
     return Compose([transform, _to_tensor, *erasing])
 
 

@@ -6,7 +6,6 @@
 | `prediction` | `ltm.predict`: streams of images through a network, an ONNX file or a detector |
 | `embedding` | `ltm.embed`: many images to Parquet files, in one process, several, or on Ray |
 | `predictor` | `ltm.BatchPredictor`: from a batch of images to a batch of answers |
-| `jobs` | what is to be done with many images, in pieces that any process can do |
 | `tables` | the Parquet files, one for each part of the images |
 | `on_ray` | the same on Ray Data |
 | `formats` | torch.export program, ONNX, OpenVINO: how each is written and run |

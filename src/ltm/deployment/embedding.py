@@ -3,24 +3,29 @@
     inputs -> parts -> chunks -> ChunkReader -> BatchPredictor -> Tables
                        (data.sources) (loader processes) (the device)  (this process)
 
-The same three run everywhere: in this process, in several that torch's launcher starts, each of
-which takes every n-th part, and on Ray Data (`on_ray`), which schedules them by itself.
+The same three classes run in this process, in several processes that torch's launcher starts (each
+takes every n-th part), and on Ray Data (`on_ray`), which schedules them itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import default_collate
 
-from ltm.data.reading import Preparation, read_chunks
-from ltm.data.sources import STDIN, check_inputs
-from ltm.deployment.jobs import Chunks, EmbedResult, Job, Meter, stacked
+from ltm.data.reading import Chunk, Preparation, Readings, read_chunks
+from ltm.data.sources import STDIN, ImageRef, Part, check_inputs, find_parts
 from ltm.deployment.predictor import BatchPredictor
 from ltm.deployment.settings import EmbedSettings, ManySettings
 from ltm.deployment.tables import FOLDER, PATTERN, Tables
@@ -29,9 +34,37 @@ from ltm.files import output_folder, write_metrics
 from ltm.interruption import in_steps, take_press
 from ltm.models import Network, Say, changed, silent
 from ltm.processes import ALONE, Process, gather_objects, is_first, joined
-from ltm.progress import progress_bar
+from ltm.progress import Advance, progress_bar
 
 _LEFT_BY_A_KILL = f".{PATTERN}-*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedResult:
+    """What an `embed` has written."""
+
+    folder: Path
+    images: int
+    """Rows that this run wrote."""
+    unreadable: int
+    files: int
+    skipped: int
+    """Files that an earlier run had written."""
+    seconds: float
+    interrupted: bool = False
+
+    @property
+    def images_per_second(self) -> float:
+        """Speed of the whole run, without loading the network."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+    def __repr__(self) -> str:
+        earlier = f", {self.skipped} written before" if self.skipped else ""
+        unread = f", {self.unreadable} unreadable" if self.unreadable else ""
+        return (
+            f"{self.images} images{unread} in {self.seconds:.1f} s, {self.images_per_second:.0f} "
+            f"images/s: {self.files} files in {self.folder}{earlier}"
+        )
 
 
 def embed(
@@ -57,15 +90,15 @@ def embed(
     """
     settings = changed(settings, changes)
     outputs = ("embedding", "top5") if settings.top else ("embedding",)
-    predictor = make_predictor(model, outputs, settings, top=settings.top or 1, say=say)
+    predictor = make_predictor(model, outputs, settings, top=settings.top or 1)
     return write_tables(predictor, images, output, settings, overwrite=overwrite, say=say)
 
 
 def make_predictor(
-    model: Network, outputs: Sequence[Any], settings: Any, *, top: int, say: Say = silent
+    model: Network, outputs: Sequence[Any], settings: Any, *, top: int
 ) -> BatchPredictor:
-    """The predictor that settings ask for, its network loaded, so that errors come now."""
-    predictor = BatchPredictor(
+    """The predictor that settings ask for."""
+    return BatchPredictor(
         model,
         outputs,
         device=settings.device,
@@ -75,8 +108,6 @@ def make_predictor(
         top=top,
         inputs=settings,
     )
-    predictor.load(say)
-    return predictor
 
 
 def write_tables(
@@ -104,10 +135,11 @@ def write_tables(
         other_ways="use --resume or --overwrite",
         written=(FOLDER,),
     ):
+        predictor.load(say)
         if is_first() and overwrite and not settings.resume:
             _remove(folder / FOLDER, PATTERN)
         job = Job(predictor, inputs, folder, settings)
-        result = _RUNNERS[_runner(settings)](job, say)
+        result = _runner(settings)(job, say)
         if is_first() and not result.interrupted:
             if not result.images and not result.skipped:
                 raise ValueError(f"there are no images in {', '.join(inputs[:3])}")
@@ -122,15 +154,116 @@ def _remove(folder: Path, pattern: str) -> None:
         path.unlink()
 
 
+# --- What is to be done, in pieces that any process can do ---------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a process needs to know; it can be sent to another process."""
+
+    predictor: BatchPredictor
+    inputs: tuple[str, ...]
+    folder: Path
+    settings: Any
+
+    def about(self) -> dict[str, Any]:
+        """What files say about the run; every process says the same."""
+        loaded = self.predictor.loaded
+        return {
+            "model": loaded.information.model,
+            "weights": loaded.identity,
+            "outputs": list(loaded.outputs),
+            "top": self.predictor.top,
+            "dtype": self.settings.dtype,
+            "preprocessing": dataclasses.asdict(loaded.information.spec),
+            "merging": loaded.information.token_merging,
+        }
+
+    def parts(self) -> Iterator[Part]:
+        """The parts of the inputs, in order."""
+        return find_parts(self.inputs, rows=self.settings.shard_rows, split=self.settings.split)
+
+
+class Chunks:
+    """The chunks that are not done yet, found when they are asked for."""
+
+    def __init__(self, job: Job, tables: Tables, process: Process = ALONE) -> None:
+        self._job, self._tables, self.process = job, tables, process
+        self.skipped = self.seen = self.images = 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        size, process = self._job.settings.batch_size, self.process
+        mine = islice(enumerate(self._job.parts()), process.rank, None, process.world_size)
+        for number, part in mine:
+            if self._tables.has(number, part):
+                self.skipped += 1
+                continue
+            images = tuple(part.images()) or (_nothing(part),)
+            self.seen += 1
+            self.images += len(images)
+            for first in range(0, len(images), size):
+                yield Chunk(images[first : first + size], number, first, len(images))
+
+
+def _nothing(part: Part) -> ImageRef:
+    return ImageRef(part.key, part.key, error="there are no images in this shard")
+
+
+def stacked(read: Readings, size: tuple[int, int]) -> dict[str, Any]:
+    """A batch of columns; images that could not be read are black."""
+    chunk, number = read.chunk, len(read.images)
+    black = torch.zeros(3, *size, dtype=torch.uint8)
+    images = (black if image is None else image for image in read.images)
+    # Colours last, as files have them; a loader's process stacks them in shared memory.
+    pixels = default_collate([image.permute(1, 2, 0) for image in images])
+    return {
+        "part": np.full(number, chunk.part),
+        "place": np.arange(chunk.first, chunk.first + number),
+        "part_rows": np.full(number, chunk.part_rows),
+        "id": [image.id for image in chunk.images],
+        "path": [image.path for image in chunk.images],
+        "image": pixels,
+        "error": read.errors,
+    }
+
+
+class Meter:
+    """Shows images, images a second and the time left."""
+
+    def __init__(self, advance: Advance, job: Job, chunks: Chunks) -> None:
+        self._advance, self._chunks = advance, chunks
+        self._began, self._images = time.perf_counter(), 0
+        self._parts: int | None = None
+        """How many parts there are, once they are counted."""
+        if sys.stderr.isatty() and STDIN not in job.inputs:
+            threading.Thread(target=self._count, args=(job,), daemon=True).start()
+
+    def _count(self, job: Job) -> None:
+        self._parts = sum(1 for _ in job.parts())
+
+    def __call__(self, count: int) -> None:
+        """Show that so many images are done. The total assumes that all parts are equally large."""
+        self._images += count
+        speed = self._images / max(time.perf_counter() - self._began, 1e-9)
+        chunks, total = self._chunks, None
+        if self._parts is not None and chunks.seen:
+            left = (self._parts - chunks.skipped) // chunks.process.world_size
+            total = max(chunks.images, chunks.images * left // chunks.seen)
+        self._advance(f"{speed:,.0f} images/s", count=count, total=total)
+
+
+# --- In this process ------------------------------------------------------------------------------
+
+
 def run_here(job: Job, say: Say, process: Process = ALONE) -> EmbedResult:
     """Read, predict and write in this process; as one of several, every n-th part."""
     predictor = job.predictor
     loaded = predictor.loaded
     say(f"{predictor!r} on {loaded.device}")
     tables = Tables(job.folder, job.about())
-    if process.speaks:
+    if is_first():
         _remove(tables.folder, _LEFT_BY_A_KILL)
-    gather_objects(None)  # nobody writes before that
+    gather_objects(None)  # nobody writes before the files are removed
     chunks = Chunks(job, tables, process)
     batches = read_chunks(
         chunks,
@@ -141,8 +274,7 @@ def run_here(job: Job, say: Say, process: Process = ALONE) -> EmbedResult:
         pin_memory=loaded.device.type == "cuda",
     )
     began, stopped = time.perf_counter(), False
-    silent = not process.speaks
-    with progress_bar("images", None, silent=silent) as advance, in_steps():
+    with progress_bar("images", None, silent=not is_first()) as advance, in_steps():
         meter = Meter(advance, job, chunks)
 
         def until_pressed() -> Iterator[Any]:
@@ -174,7 +306,7 @@ def run_here(job: Job, say: Say, process: Process = ALONE) -> EmbedResult:
 def one_ahead(
     predictor: BatchPredictor, batches: Iterable[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Answers in order; the device has the next batch before one's answers are taken."""
+    """Answers in order. The device gets the next batch before the answers of one are read."""
     waiting = None
     for batch in batches:
         submitted = predictor.submit(batch)
@@ -188,20 +320,20 @@ def one_ahead(
 # --- Several processes ---------------------------------------------------------------------------
 
 
-def _runner(settings: ManySettings) -> str:
+def _runner(settings: ManySettings) -> Callable[[Job, Say], EmbedResult]:
     if settings.ray is not None:
-        return "ray"
-    return "here" if settings.devices in (None, 1) else "processes"
+        return _run_on_ray
+    return _run_joined if settings.devices in (None, 1) else _run_processes
 
 
 def _run_joined(job: Job, say: Say) -> EmbedResult:
     """Run alone, or as one of the processes that torchrun has started."""
     with joined(torch.device("cpu")) as process:
-        return run_here(job, say if process.speaks else silent, process)
+        return run_here(job, say if is_first() else silent, process)
 
 
 def _run_processes(job: Job, say: Say) -> EmbedResult:
-    """Have torch's launcher start processes here; where one dies, all go on from finished parts."""
+    """Start processes by torch's launcher; if one dies, all restart after the finished parts."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
@@ -221,7 +353,7 @@ def _run_processes(job: Job, say: Say) -> EmbedResult:
         return elastic_launch(launch, _run_one)(job)[0]
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        raise RuntimeError(f"a process failed, again and again: {failure.message}") from error
+        raise RuntimeError(f"a process failed repeatedly: {failure.message}") from error
 
 
 def _run_one(job: Job) -> EmbedResult:
@@ -229,10 +361,7 @@ def _run_one(job: Job) -> EmbedResult:
 
 
 def _run_on_ray(job: Job, say: Say) -> EmbedResult:
-    require("ray", extra="ray")
+    require("ray")
     from ltm.deployment.on_ray import run_on_ray  # noqa: PLC0415 - an optional extra
 
     return run_on_ray(job, say)
-
-
-_RUNNERS = {"here": _run_joined, "processes": _run_processes, "ray": _run_on_ray}

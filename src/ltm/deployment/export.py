@@ -1,4 +1,4 @@
-"""`ltm.export`: trace a network once, write the formats asked for, prove each against the network.
+"""`ltm.export`: trace a network once, write each format, and compare each file with the network.
 
 `Export` writes the files of one network into one folder; `export` is the verb around it.
 """
@@ -75,7 +75,7 @@ class Parity:
 
 
 class ParityError(ValueError):
-    """An exported model does not say what the original says."""
+    """The outputs of an exported model differ from the original's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Int8Accuracy:
     share_of_size: float
     num_images: int
     labelled: bool
-    """Whether images had labels; if not, top-1 is agreement with the network's own answers."""
+    """Whether images had labels; if not, top-1 is agreement with the network's predictions."""
     top1_before: float
     top1_after: float
     difference: float
@@ -175,7 +175,7 @@ def export(
     say: Say = silent,
     **changes: Any,
 ) -> ExportResult:
-    """Write a network as files that other programs run, and check that they say the same.
+    """Write a network as files that other programs run, and check that their outputs are the same.
 
     Args:
         model: a network, a saved folder, a timm name, or a `ModelSource`.
@@ -189,12 +189,6 @@ def export(
         onnx_providers(settings.device)
     named = source_of(model)
     config = None if settings.method is None else method_config(settings.method, settings.ratio)
-    network = open_model(model, merges=config is not None, say=say)
-    if config is not None:
-        if is_merging(network):
-            raise ValueError("method: a saved run merges already; leave --method out")
-        network = network if named is not None else copy.deepcopy(network)
-        merge_tokens_(network, config)
     parts = part_images(
         settings.data or "shapes",
         split=settings.split,
@@ -202,10 +196,16 @@ def export(
         calibration_images=settings.calibration_images if settings.int8 else 0,
         labelled=False,
     )
+    network = open_model(model, merges=config is not None, say=say)
+    if config is not None:
+        if is_merging(network):
+            raise ValueError("method: a saved run merges already; leave --method out")
+        network = network if named is not None else copy.deepcopy(network)
+        merge_tokens_(network, config)
     if settings.int8:
         _check_int8_images(network, parts, settings)
     run = None if named is None else named.run
-    source = settings.data or "images"  # shapes that merely stand in do not change the crop
+    source = settings.data or "images"  # without data, shapes serve, but do not set the crop
     with results_in(folder) as aside:
         known = known_about(network, settings, run=run, source=source)
         job = Export(network, aside, known, device=settings.device)
@@ -240,7 +240,7 @@ def export(
 
 
 def _check_int8_images(network: nn.Module, parts: Partition, settings: ExportSettings) -> None:
-    """Refuse images of other classes than the network's, or too few, before anything is traced."""
+    """Refuse too few images, or images of other classes than the network's, before tracing."""
     names, data = parts.evaluation.class_names, settings.data or "shapes"
     if settings.data in (None, "shapes") and len(names) != num_classes_of(network):
         raise ValueError("data: int8 needs images of the network's own kind; give --data")
@@ -285,7 +285,7 @@ class Export:
         batch_sizes: Sequence[int] = BATCH_SIZES,
         tolerance: float = TOLERANCE,
     ) -> list[ExportedFile]:
-        """Write the formats, and refuse a file that does not say what the model says."""
+        """Write the formats; delete and refuse a file whose outputs differ from the model's."""
         traced = trace(self.model, self.information.spec.size)
         self.folder.mkdir(parents=True, exist_ok=True)
         # OpenVINO's file is made from the ONNX file.
@@ -322,7 +322,7 @@ class Export:
     ) -> list[Int8Accuracy]:
         """Accuracy and speed of all int8 files against the float ones.
 
-        Where images have no labels, the network's own answers are the right ones.
+        If images have no labels, the network's predictions count as right.
         """
         answers = None if labelled else self.model
         correct, images = _correct(self._runners, progress(batches), answers)
@@ -399,7 +399,7 @@ class Export:
 def _correct(
     runners: Mapping[str, Classify], batches: Iterable[Any], answers: Classify | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Which images each gets right, and the last batch; `answers` stand in for missing labels."""
+    """The images that each gets right, and the last batch; `answers` replace missing labels."""
     found: dict[str, list[Tensor]] = {name: [] for name in runners}
     images = None
     for images, labels in batches:
@@ -411,7 +411,7 @@ def _correct(
     return {name: torch.cat(parts) for name, parts in found.items()}, images
 
 
-# --- Does a file say what the network says? ------------------------------------------------------
+# --- Are the outputs of a file those of the network? ---------------------------------------------
 
 
 @torch.no_grad()
@@ -421,7 +421,7 @@ def compare(
     images: Tensor,
     batch_sizes: Sequence[int] = BATCH_SIZES,
 ) -> list[Parity]:
-    """Show images to both in batches of each size; a small set is gone through again."""
+    """Compare outputs at each batch size; few images are repeated to fill a batch."""
     rows = []
     for size in batch_sizes:
         differences, agreements = [], []
@@ -450,7 +450,7 @@ def compare(
 
 
 def require_parity(rows: Sequence[Parity], what: str, tolerance: float = TOLERANCE) -> None:
-    """Raise where a difference is larger than the tolerance."""
+    """Raise if a difference is larger than the tolerance."""
     for row in rows:
         if not row.max_relative_difference <= tolerance:
             raise ParityError(

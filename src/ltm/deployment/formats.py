@@ -42,8 +42,8 @@ INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 MAX_TOKENS = 3840
-"""Tokens that are matched in an exported graph: TensorRT's TopK takes no more, and all pairs of
-them are stored."""
+"""The most tokens that an exported graph matches: TensorRT's TopK takes no more, and all pairs are
+stored."""
 
 # Batch 1 would be taken for a constant.
 _EXAMPLE_BATCH = 2
@@ -72,7 +72,7 @@ def trace(model: nn.Module, image_size: tuple[int, int] | None = None) -> Export
     device = next((p.device for p in model.parameters()), None)
     images = torch.zeros(_EXAMPLE_BATCH, *shape, device=device)
     program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim.DYNAMIC},))
-    # Stack traces would tell the paths of the machine that exported it.
+    # Stack traces hold paths of this machine.
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
     _require_few_tokens(program)
@@ -91,9 +91,9 @@ def _require_few_tokens(program: ExportedProgram) -> None:
 
 
 def save_onnx(program: ExportedProgram, path: Path, information: ModelInformation) -> Path:
-    """Write a traced network as ONNX with everything needed to use it in its metadata."""
-    require("onnx", extra="export")
-    require("onnxscript", extra="export")
+    """Write a traced network as ONNX; its metadata say how images are prepared."""
+    require("onnx")
+    require("onnxscript")
     exported = to_onnx(program, input_names=[INPUT], output_names=[OUTPUT])
     graph_model: Any = exported.model
     _name_nodes_(graph_model)
@@ -121,7 +121,7 @@ def _name_nodes_(model: Any) -> None:
 
 
 def _name_batch_(model: Any) -> None:
-    ir = require("onnx_ir", extra="export")
+    ir = require("onnx_ir")
     traced = model.graph.inputs[0].shape[0]
     outputs = [value for node in model.graph for value in node.outputs]
     for value in (*model.graph.inputs, *outputs):

@@ -1,7 +1,7 @@
 """Forms in which a network is deployed: its ONNX file, and the lines of code that run a form.
 
-The modes of `evaluation.modes` are ways to run a network in memory. Here ONNX Runtime runs the very
-file that is handed over: what is timed, compared and written is the same.
+The modes of `evaluation.modes` run a network in memory. Here ONNX Runtime runs the file that the
+user gets, so the same file is timed, compared and written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ONNX_FILE = "model.onnx"
 class OnnxFiles:
     """The ONNX files of networks, each written when it is first asked for, for any batch size.
 
-    It is a mode: call it on a network, and it runs.
+    This is a mode: called on a network, it gives its runner.
     """
 
     def __init__(self, folder: Path, information: Callable[[nn.Module], ModelInformation]) -> None:
@@ -36,17 +36,6 @@ class OnnxFiles:
             traced = trace(deployable(model), information.spec.size)
             self._files[model] = OnnxModel(save_onnx(traced, path, information))
         return self._files[model]
-
-
-class FileNetwork(nn.Module):
-    """A file among networks, so that it is evaluated as they are; it has no parameters."""
-
-    def __init__(self, file: OnnxModel) -> None:
-        super().__init__()
-        self.file = file
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.file(images).to(images.device)
 
 
 _LOAD = """\

@@ -29,9 +29,9 @@ def prepare_folder(
     class_names: Sequence[str] | None = None,
     origin: Mapping[str, str] | None = None,
 ) -> Path:
-    """Save a converted model as the hub wants it; a card that is there already is kept.
+    """Save a converted model as the hub expects it; a card that exists is kept.
 
-    `origin` may name a `base_model`, a `license` and `datasets`; the card leaves out what it lacks.
+    `origin` may name a `base_model`, a `license` and `datasets` for the card.
     """
     information = describe(model, class_names=class_names)
     require_own(folder)
@@ -52,7 +52,7 @@ def _write(model: nn.Module, folder: Path, information: ModelInformation) -> Non
 
 
 def card(model: nn.Module, information: ModelInformation, origin: Mapping[str, str]) -> str:
-    """A model card with what is known for certain; numbers come from `ltm compress`."""
+    """A model card without measurements; `ltm compress` writes one with them."""
     done, summary = conversion_of(model), report(model)
     front = {
         "library_name": "timm",
@@ -100,7 +100,7 @@ def push_to_hub(
     token: str | None = None,
     message: str = "Add model",
 ) -> str:
-    """Upload a converted model and return its address; a repository that is missing is made.
+    """Upload a converted model and return its address; a missing repository is created.
 
     `token` is by default the one that `hf auth login` keeps.
     """
@@ -125,7 +125,7 @@ def load_from_hub(
 ) -> nn.Module:
     """Download a model that `push_to_hub` uploaded. Only its two files are read, nothing unpickled.
 
-    `model` is the host, where timm cannot make it by itself.
+    `model` is the network to load into, if timm cannot make it.
     """
     hub = require("huggingface_hub")
     folder = hub.snapshot_download(

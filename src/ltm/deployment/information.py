@@ -48,7 +48,7 @@ class ModelInformation:
         }
 
     def adjusted(self, num_classes: int, given: InputSettings) -> ModelInformation:
-        """With the class names of a file, and another crop, where they are given."""
+        """With the class names and the crop that the user gives."""
         names, spec = self.class_names, self.spec
         if given.class_names is not None:
             names = read_class_names(given.class_names)
@@ -59,7 +59,7 @@ class ModelInformation:
 
     @staticmethod
     def from_strings(entries: Mapping[str, str]) -> ModelInformation:
-        """Read what `to_strings` wrote; a ValueError where it did not."""
+        """Read what `to_strings` wrote; anything else is a ValueError."""
         try:
             found = {
                 name.removeprefix(_PREFIX): json.loads(value)
@@ -87,8 +87,8 @@ def describe(
 ) -> ModelInformation:
     """What is known about a model.
 
-    Class names are the given ones, or those that timm knows: from a hub's config, or of ImageNet
-    where the model was made for it. A converted model takes images of the size it was planned for.
+    Class names are the given ones, or those that timm knows: from a hub's config, or ImageNet's
+    if the model was made for it. A converted model takes images of the size it was planned for.
     """
     known: Any = getattr(model, "pretrained_cfg", None) or {}
     number = int(getattr(model, "num_classes", 0) or 0)
@@ -105,7 +105,7 @@ def describe(
 def known_about(
     model: nn.Module, given: InputSettings, *, run: Path | None = None, source: str = "images"
 ) -> ModelInformation:
-    """What the user, the saved folder `run` and timm know about a network; the first to know wins.
+    """What the user, the saved folder `run` or timm, in this order, say about a network.
 
     `source` is where its images come from.
     """

@@ -55,7 +55,7 @@ def quantise_onnx(
 
     `calibration` gives batches of images of the kind that the network will see, without labels.
     """
-    onnx, ort = require("onnx", extra="export"), require("onnxruntime.quantization", extra="export")
+    onnx, ort = require("onnx"), require("onnxruntime.quantization")
     model = onnx.load(str(source))
     kinds = ["MatMul", "Gemm", *(["Conv"] if recipe.convolutions else [])]
     computed, stored = _layers(model, kinds, recipe)
@@ -98,7 +98,7 @@ def quantise_torch_(model: nn.Module, recipe: Int8) -> int:
 
     Weights per channel, activations per token while it runs: it needs no calibration images.
     """
-    torchao = require("torchao.quantization", extra="export")
+    torchao = require("torchao.quantization")
     stored = {path for path in _linears(model) if path.endswith(recipe.weights_only or ("\0",))}
     computed = _linears(model) - stored
     if not computed:
@@ -116,7 +116,7 @@ def _linears(model: nn.Module) -> set[str]:
 
 
 def _layers(model: Any, kinds: list[str], recipe: Int8) -> tuple[list[str], list[str]]:
-    """Nodes that are computed in int8, and nodes of which only the weights are stored so."""
+    """Nodes that are computed in int8, and nodes that only store their weights in int8."""
     weights = {initializer.name for initializer in model.graph.initializer}
     computed: list[str] = []
     stored: list[str] = []
@@ -131,7 +131,7 @@ def _layers(model: Any, kinds: list[str], recipe: Int8) -> tuple[list[str], list
 
 def _store_as_int8_(model: Any, name: str) -> None:
     """Keep the weights of a product as int8, one scale per output channel, and compute in float."""
-    onnx = require("onnx", extra="export")
+    onnx = require("onnx")
     place, node = next((i, n) for i, n in enumerate(model.graph.node) if n.name == name)
     weight = next(w for w in model.graph.initializer if w.name == node.input[1])
     values = onnx.numpy_helper.to_array(weight)
@@ -165,7 +165,7 @@ class _Reader:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The quantiser advises, on the root logger, what is done already."""
+    """Silence the quantiser, which logs advice that is followed already."""
     root = logging.getLogger()
     before = root.level
     root.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """`ltm.embed` on Ray Data: images are read by tasks, the network runs in actors, Ray schedules.
 
-This process finds the chunks and writes the files, so only it needs the output folder. A worker
-that dies is Ray's business: what it did is done again.
+This process finds the chunks and writes the files, so only it needs the output folder. If a worker
+dies, Ray repeats its work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ray.data
 
 from ltm.data.reading import ChunkReader, Preparation
 from ltm.data.transforms import ImageSpec
-from ltm.deployment.jobs import Chunks, EmbedResult, Job, stacked
+from ltm.deployment.embedding import Chunks, EmbedResult, Job, stacked
 from ltm.deployment.predictor import BatchPredictor
 from ltm.deployment.tables import Tables
 from ltm.interruption import in_steps, take_press
@@ -42,7 +42,7 @@ class _ReadChunks:
 
 
 class _Predict:
-    """The predictor as an actor, which loads its network once."""
+    """The predictor as an actor: it loads its network once."""
 
     def __init__(self, predictor: BatchPredictor) -> None:
         self._predictor = predictor
@@ -70,7 +70,7 @@ def run_on_ray(job: Job, say: Say) -> EmbedResult:
         gpus = int(ray.cluster_resources().get("GPU", 0)) if loaded.device.type == "cuda" else 0
         actors = settings.devices or max(gpus, 1)
         say(f"{job.predictor!r} on Ray, {actors} actors")
-        ray.data.DataContext.get_current().enable_progress_bars = False  # there is one of ours
+        ray.data.DataContext.get_current().enable_progress_bars = False  # we show our own
         read: Any = _ReadChunks(loaded.information.spec)
         answers = (
             ray.data.from_items(items, override_num_blocks=max(len(items), 1))

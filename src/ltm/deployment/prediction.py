@@ -1,7 +1,7 @@
 """`ltm.predict`: streams of images through a model, answered in order.
 
-Whatever can `prepare` an image and answer a batch of them can predict (`ImageModel`): a network, an
-ONNX file, a saved detector. A saved folder says by its config.json which of them it holds.
+An `ImageModel` prepares an image and answers a batch of them: a network, an ONNX file or a saved
+detector. The config.json of a saved folder says which of them it holds.
 """
 
 from __future__ import annotations
@@ -77,10 +77,12 @@ class Predictions:
         self.interrupted = loop.interrupted
 
     def write(self, file: TextIO, form: LineFormat = "jsonl") -> None:
-        """Write one line for each image, as it comes."""
+        """Write one line for each image, as it comes; no images at all are an error."""
         write = open_writer(form, file, self.model)
         for prediction in self:
             write(prediction)
+        if not self.num_images and not self.interrupted:
+            raise ValueError(f"there are no images in {', '.join(self.images[:3])}")
 
     def save(self, folder: Path | str, form: TableFormat = "jsonl") -> Path:
         """Write predictions.jsonl or .csv, or Parquet files, and metrics.json, into a folder."""
@@ -141,9 +143,9 @@ def predict(
 def _open_predictor(
     model: nn.Module | str | Path | ModelSource | ImageModel,
     settings: PredictSettings,
-    say: Say = silent,
+    say: Say,
 ) -> ImageModel:
-    """Whatever predicts: found by its type, the ending of its name, or a saved folder's config."""
+    """Open what predicts, by its type, the ending of its name, or a saved folder's config."""
     if isinstance(model, ImageModel):
         return model
     if isinstance(model, str | Path) and Path(model).suffix.lower() == ".pt2":
@@ -155,8 +157,7 @@ def _open_predictor(
     source = None if onnx else source_of(model)
     run = None if source is None else source.run
     if source is not None and run is not None and is_detector(run):
-        given = {"class_names": settings.class_names, "crop_ratio": settings.crop_ratio}
-        known = {**source.given(), "run": None, "verify": None, **given}
+        known = {**source.given(), "run": None, "verify": None, **settings.given()}
         refuse_given(known, "a saved detector")
         from ltm.detection.saving import load_detector  # noqa: PLC0415 - an optional extra
 
@@ -164,7 +165,9 @@ def _open_predictor(
         return Detector(loaded, settings.threshold)
     if source is not None and run is None and source.model is None:
         raise ValueError("model: give --onnx FILE, --run FOLDER, or a timm name with --model")
-    return Classifier(make_predictor(model, ("top5",), settings, top=settings.top, say=say))
+    predictor = make_predictor(model, ("top5",), settings, top=settings.top)
+    predictor.load(say)
+    return Classifier(predictor)
 
 
 def is_detector(run: Path) -> bool:
@@ -266,7 +269,7 @@ def stream(
     threads: int = 2,
     workers: int = 0,
 ) -> Iterator[Prediction]:
-    """One prediction per image, in order; what cannot be read is reported and passed over.
+    """One prediction per image, in order; an image that cannot be read gets an error.
 
     Memory does not grow with the number of images.
     """
@@ -305,7 +308,7 @@ def _json_lines(stream: TextIO, _: ImageModel) -> Write:
 
 
 def _csv(stream: TextIO, model: ImageModel) -> Write:
-    """One row an image; a column's several values are JSON, the first class has its own column."""
+    """One row an image; several values are JSON, and the first class has a column of its own."""
     table = csv.writer(stream, lineterminator="\n")
     table.writerow(["path", "error", "class", *model.columns])
 

@@ -1,7 +1,7 @@
 """`ltm.BatchPredictor`: from a batch of images to a batch of embeddings, scores or classes.
 
-It is what Ray Data, Dask, Spark and `datasets` are given, and what `ltm.embed` and `ltm.predict`
-run. A network runs on 8-bit images, normalised on its device; on a GPU as a CUDA graph.
+Ray Data, Dask, Spark and `datasets` can run it; `ltm.embed` and `ltm.predict` do. The network takes
+8-bit images, which are normalised on its device, and runs as a CUDA graph on a GPU.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -33,7 +34,7 @@ NOT_FINITE = "the model's scores are NaN or infinite"
 
 
 class Outcome(NamedTuple):
-    """What a network says about a batch; None for what was not asked."""
+    """The outputs for a batch; None for those that were not asked for."""
 
     embedding: Tensor | None = None
     logits: Tensor | None = None
@@ -67,7 +68,7 @@ class _Pixels(nn.Module):
 
 
 class _Network(nn.Module):
-    """A timm network that gives embeddings, scores, or both from one pass."""
+    """A network that gives embeddings, scores, or both from one pass; a file gives scores."""
 
     def __init__(self, network: nn.Module, outputs: Sequence[str]) -> None:
         super().__init__()
@@ -98,37 +99,20 @@ class _Run(nn.Module):
         return Outcome(half, logits.float() if "logits" in self.outputs else None, *best)
 
 
+@dataclass(frozen=True, eq=False)
 class Loaded:
     """A network or an ONNX file, ready to run on batches of 8-bit images."""
 
-    def __init__(
-        self,
-        run: Callable[[Tensor], Outcome],
-        information: ModelInformation,
-        device: torch.device,
-        *,
-        outputs: Sequence[Output],
-        identity: str,
-    ) -> None:
-        self.run, self.information, self.device = run, information, device
-        self.outputs = outputs
-        self.identity = identity
-        """A digest of its weights."""
-
-
-class _File(nn.Module):
-    """An ONNX file in the place of a network."""
-
-    def __init__(self, file: OnnxModel) -> None:
-        super().__init__()
-        self.file = file
-
-    def forward(self, images: Tensor) -> tuple[None, Tensor]:
-        return None, self.file(images)
+    run: Callable[[Tensor], Outcome]
+    information: ModelInformation
+    device: torch.device
+    outputs: Sequence[Output]
+    identity: str
+    """A digest of its weights."""
 
 
 class BatchPredictor:
-    """A function from a batch of images to a batch of answers, for whatever runs many batches.
+    """A function from a batch of images to a batch of answers, for frameworks that map batches.
 
     A batch is a dict of columns of equal length, as Ray Data and `datasets` hand over. The images
     are bytes of image files, 8-bit pixels, Pillow images, or `datasets`' dicts with bytes; an array
@@ -140,7 +124,7 @@ class BatchPredictor:
     - `classes`, `indices` and `probabilities` (n, top) for `"top5"`, the likeliest first;
     - `error`, None or why there is no answer; numbers are NaN then, and indices -1.
 
-    Of a network without a head an embedding is all. The predictor can be pickled; the network is
+    A network without a head gives embeddings only. The predictor can be pickled; the network is
     loaded by the process that first calls it.
 
     Args:
@@ -204,15 +188,16 @@ class BatchPredictor:
     @property
     def loaded(self) -> Loaded:
         """The network, loaded when it is first asked for."""
-        return self._loaded or self.load()
+        return self.load()
 
     def load(self, say: Say = silent) -> Loaded:
-        """Load the network now; `say` is called with where its weights come from."""
-        self._loaded = self._load(say)
+        """Load the network unless it is loaded; `say` is told where its weights come from."""
+        if self._loaded is None:
+            self._loaded = self._load(say)
         return self._loaded
 
     def unload(self) -> None:
-        """Let the network go; the next call loads it again."""
+        """Free the network; the next call loads it again."""
         self._loaded = None
 
     def submit(self, batch: Mapping[str, Any]) -> Pending:
@@ -279,7 +264,7 @@ class BatchPredictor:
             ready = torch.compile(ready, dynamic=device.type != "cuda")
         run: Any = _Run(_Pixels(information.spec, dtype), ready, outputs, self.top)
         run = _captured(run.to(device).eval(), information.spec, self.batch_size, device)
-        return Loaded(run, information, device, outputs=outputs, identity=identity)
+        return Loaded(run, information, device, outputs, identity)
 
     def _load_file(self, path: Path) -> Loaded:
         if "embedding" in self.outputs:
@@ -293,10 +278,12 @@ class BatchPredictor:
         file = OnnxModel(path, device=device)
         information = onnx_information(file).adjusted(file.num_classes, self.inputs)
         pixels = _Pixels(information.spec, torch.float32)
-        run = torch.inference_mode()(_Run(pixels, _File(file), self.outputs, self.top))
+        run = torch.inference_mode()(
+            _Run(pixels, _Network(file, self.outputs), self.outputs, self.top)
+        )
         identity = hashlib.sha256(path.read_bytes()).hexdigest()
         cpu = torch.device("cpu")  # ONNX Runtime copies images to its device by itself
-        return Loaded(run, information, cpu, outputs=self.outputs, identity=identity)
+        return Loaded(run, information, cpu, self.outputs, identity)
 
 
 class Pending:
@@ -335,7 +322,7 @@ class Pending:
         return {**self._kept, **found, "error": errors}
 
     def _leave_out(self, found: dict[str, np.ndarray]) -> None:
-        """Give no numbers for images that could not be read, and none that are not finite."""
+        """Remove numbers that are not finite, and those of images that could not be read."""
         for values in (found[n] for n in ("embedding", "logits", "probabilities") if n in found):
             for row in np.flatnonzero(~np.isfinite(values).all(axis=1)):
                 self._errors[row] = self._errors[row] or NOT_FINITE
@@ -356,7 +343,7 @@ class Pending:
 def _captured(
     run: nn.Module, spec: ImageSpec, batch_size: int, device: torch.device
 ) -> Callable[[Tensor], Outcome]:
-    """As a CUDA graph where that can be; networks whose token counts vary run as they are."""
+    """As a CUDA graph if possible; networks whose token counts vary run as they are."""
     alone = torch.inference_mode()(run)
     if device.type != "cuda":
         return alone
@@ -374,7 +361,7 @@ def _dtype(name: Dtype, device: torch.device) -> torch.dtype:
 
 
 def _digest(network: nn.Module) -> str:
-    """What tells two networks of a name apart."""
+    """A digest of all weights: it tells networks of the same name apart."""
     digest = hashlib.sha256()
     for name, value in network.state_dict().items():
         digest.update(name.encode())

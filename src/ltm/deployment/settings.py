@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ltm.core.validation import require_least
+from ltm.core.validation import require, require_least
+from ltm.data.config import require_image_settings
 
 Format = Literal["onnx", "program", "openvino", "aoti"]
 Recipe = Literal["accurate", "small", "dynamic", "convolutional"]
@@ -20,12 +21,19 @@ BATCH_SIZES = (1, 3, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class InputSettings:
-    """What may be said about a network's images and classes."""
+    """How a network's images are cropped, and what its classes are called."""
 
     class_names: Path | None = None
     """Text file with one class name per line, or JSON; by default the names that the model has."""
     crop_ratio: float | None = None
     """Evaluation crop as a share of the resized side; by default the model's."""
+
+    def given(self) -> dict[str, object]:
+        """What was said about images and classes."""
+        return {"class_names": self.class_names, "crop_ratio": self.crop_ratio}
+
+    def __post_init__(self) -> None:
+        require_image_settings(self.crop_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,61 +63,67 @@ class ExportSettings(InputSettings):
     tolerance: float = TOLERANCE
     """Largest relative difference allowed."""
     device: str = "cpu"
-    """Where files are run to compare them: cpu, cuda, or tensorrt for ONNX files. An AOTInductor
-    package is made for this device."""
+    """Where files are compared with the network: cpu, cuda, or tensorrt for ONNX files. An
+    AOTInductor package is made for this device."""
     workers: int = 0
     """Loader processes."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("formats", "batch_sizes"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: there is none; give at least one")
         require_least("batch_sizes", min(self.batch_sizes))
+        require_least("images", self.images)
+        for name in ("calibration_images", "tolerance", "workers"):
+            require_least(name, getattr(self, name), 0)
         if self.method is None and self.ratio is not None:
-            raise ValueError("--ratio goes with --method; a saved run has its own")
+            raise ValueError("--ratio goes with --method: give both, or leave the ratio out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManySettings(InputSettings):
-    """How many images go through a network, and where."""
+    """How many images go through a network, and which processes do the work."""
 
     device: str = "auto"
     """auto, cpu, cuda or cuda:N; tensorrt for ONNX files."""
     dtype: Dtype = "auto"
-    """Of the network: auto is float16 on a GPU and float32 elsewhere."""
+    """Precision of the network; auto is float16 on a GPU and float32 elsewhere."""
     compile: bool = False
-    """Compile the network first, which takes a minute or two."""
+    """Compile the network first, which takes a minute or two and makes it faster."""
     workers: int = 0
     """Processes that read images; 0 reads them in this one."""
     split: str = "train"
     """Split of hf:NAME and of shards named with {split}."""
     shard_rows: int = 4096
-    """Rows of a Parquet file where the images come from no shards."""
+    """Rows of a Parquet file, for images that are not in shards."""
     devices: int | None = None
-    """Processes that share the work, one for each GPU, started by torch's launcher; with --ray the
-    actors of the cluster, by default one for each of its GPUs."""
+    """Processes that share the work, one for each GPU. With --ray: actors, by default one for each
+    GPU of the cluster."""
     ray: str | None = None
     """Run on Ray Data: local, auto, or the address of a cluster."""
     resume: bool = False
-    """Go on with the Parquet files of a run that was stopped."""
+    """Continue a stopped run, and keep the Parquet files that it wrote."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "shard_rows", "devices"):
-            require_least(name, getattr(self, name, None))
+        super().__post_init__()
+        require_least("shard_rows", self.shard_rows)
+        require_least("devices", self.devices)
         require_least("workers", self.workers, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedSettings(ManySettings):
-    """What is written about images, how they are prepared, and who does the work."""
+    """What is written about images, how they are prepared, and which processes do the work."""
 
     top: int = 5
-    """How many classes to give, where the network has a head; 0 gives none."""
+    """Classes per image, the likeliest first; 0 for none."""
     batch_size: int = 64
     """Images per batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_least("batch_size", self.batch_size)
         require_least("top", self.top, 0)
 
 
@@ -124,9 +138,10 @@ class PredictSettings(ManySettings):
     batch_size: int = 32
     """Images per batch."""
     threads: int = 2
-    """Threads that read images, without workers."""
+    """Threads that read images if there are no workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("top", "threads"):
+        for name in ("batch_size", "top", "threads"):
             require_least(name, getattr(self, name))
+        require(0.0 <= self.threshold <= 1.0, "threshold", self.threshold, "from 0 to 1")

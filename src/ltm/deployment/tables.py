@@ -1,7 +1,7 @@
 """Answers as Parquet files, one for each part of the images, each written whole or not at all.
 
-A file says what it was made of and by which network, so that a run can go on after it was stopped,
-and never with another network or other images.
+A file says from which images and by which network it was made. So a stopped run can be continued,
+but not with another network or other images.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ltm.extras import require
 from ltm.files import write_bytes
 
 FOLDER = "parquet"
-"""Of its own: what reads a folder of Parquet files takes every file in it for one."""
+"""A folder of its own, because readers take every file in a folder for Parquet."""
 PATTERN = "part-*.parquet"
 _ABOUT, _KEY = b"ltm.run", b"ltm.part"
 
@@ -30,7 +30,7 @@ class Tables:
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        require("pyarrow", extra="scale")
+        require("pyarrow")
         self.folder = folder / FOLDER
         self._about = json.dumps(about, sort_keys=True)
         self._keys: dict[int, str] = {}
@@ -42,27 +42,26 @@ class Tables:
         return self.folder / f"part-{number:05d}.parquet"
 
     def has(self, number: int, part: Part) -> bool:
-        """Whether a part is done; that of another run is an error."""
+        """Whether a part is done; a file of another run is an error."""
         self._keys[number] = part.key
         path = self.path(number)
         if not path.is_file():
             return False
-        metadata = require("pyarrow.parquet", extra="scale").read_schema(path).metadata or {}
+        metadata = require("pyarrow.parquet").read_schema(path).metadata or {}
         about = metadata.get(_ABOUT, b"{}").decode()
         if about != self._about:
             raise ValueError(
-                f"{path} was written by another run ({_difference(about, self._about)}): choose "
-                "another folder, or use --overwrite"
+                f"{path} was written with other settings ({_different(about, self._about)}): "
+                "choose another folder, or use --overwrite"
             )
         if metadata.get(_KEY, b"").decode() != part.key:
             raise ValueError(
-                f"{path} is about other images: the inputs have changed; choose another folder, or "
-                "use --overwrite"
+                f"{path} was made from other images: choose another folder, or use --overwrite"
             )
         return True
 
     def add(self, batch: Mapping[str, Any]) -> int:
-        """Take rows, which say their part and their place in it; how many of them are new."""
+        """Take rows, which name their part and their place in it; returns how many are new."""
         columns = {name: _as_array(values) for name, values in batch.items()}
         new = 0
         for number in np.unique(columns["part"]).tolist():
@@ -76,13 +75,13 @@ class Tables:
         return new
 
     def _write(self, number: int, columns: dict[str, np.ndarray]) -> None:
-        pyarrow = require("pyarrow", extra="scale")
+        pyarrow = require("pyarrow")
         unreadable = np.array([error is not None for error in columns["error"]])
         about = {_ABOUT: self._about.encode(), _KEY: self._keys.get(number, "").encode()}
         filled = {n: _column(n, values, unreadable) for n, values in columns.items()}
         table = pyarrow.table(filled).replace_schema_metadata(about)
         buffer = pyarrow.BufferOutputStream()
-        require("pyarrow.parquet", extra="scale").write_table(table, buffer)
+        require("pyarrow.parquet").write_table(table, buffer)
         write_bytes(self.path(number), buffer.getvalue().to_pybytes())
         self.files += 1
         self.rows += len(unreadable)
@@ -90,7 +89,7 @@ class Tables:
 
 
 class _Rows:
-    """Rows of a part, until all are there."""
+    """Rows of a part, until it is complete."""
 
     def __init__(self, rows: int) -> None:
         self.missing = rows
@@ -124,8 +123,8 @@ _HIDDEN = ("part", "place", "part_rows")
 
 
 def _column(name: str, values: np.ndarray, unreadable: np.ndarray) -> Any:
-    """A column of text, or of lists of a fixed size; there is none for an unreadable image."""
-    pyarrow = require("pyarrow", extra="scale")
+    """A column of text, or of lists of a fixed size, null for an unreadable image."""
+    pyarrow = require("pyarrow")
     if values.ndim == 1:
         return pyarrow.array([None if v is None else str(v) for v in values], pyarrow.string())
     flat = pyarrow.array(values.reshape(-1), _KINDS[name](pyarrow))
@@ -142,7 +141,6 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def _difference(before: str, now: str) -> str:
+def _different(before: str, now: str) -> str:
     old, new = json.loads(before), json.loads(now)
-    names = [name for name in new if old.get(name) != new[name]]
-    return f"its {', '.join(names) or 'settings'} differ"
+    return ", ".join(name for name in new if old.get(name) != new[name])

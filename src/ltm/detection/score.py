@@ -147,7 +147,7 @@ def write_results(path: str | Path, results: Sequence[Result]) -> Path:
 
 def require_evaluator() -> Any:
     """COCO's evaluator; call it early, so that a long run does not fail at its end."""
-    return require("faster_coco_eval", extra="detection")
+    return require("faster_coco_eval")
 
 
 def _check_results(annotations: Mapping[str, Any], results: Sequence[Result], kind: str) -> None:

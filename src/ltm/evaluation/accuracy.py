@@ -22,7 +22,7 @@ from ltm.processes import gather_rows, require_images
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outputs:
-    """What a network said about each image: seven numbers an image, logits are not kept."""
+    """The outputs of a network: seven numbers for each image. Logits are not kept."""
 
     label: Tensor
     prediction: Tensor
@@ -82,10 +82,10 @@ def evaluate(
     autocast: torch.dtype | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda batches: batches,
 ) -> dict[str, Outputs]:
-    """Show every batch of `(images, labels)` to every model, and keep what they said.
+    """Show every batch of `(images, labels)` to every model, and keep the outputs.
 
-    `original` names the model that the others are compared with. In several processes each goes
-    through its own batches, however many, and all get everybody's outputs.
+    `original` names the model that the others are compared with. Each of several processes goes
+    through its own batches, and all get the outputs of all.
     """
     if original is not None and original not in models:
         raise ValueError(f"original is {original!r}: it must be one of {', '.join(models)}")
@@ -114,7 +114,9 @@ def evaluate(
 
 
 def _logits(model: nn.Module, images: Tensor) -> Tensor:
-    weight = next(model.parameters(), images)  # a file has none, and takes images as they are
+    weight = next(
+        model.parameters(), images
+    )  # a file has no parameters, and takes images as they are
     logits = model(images.to(weight.dtype))
     if logits.ndim != 2:
         raise ValueError(f"model: it gives {tuple(logits.shape)}, not one score per class")

@@ -94,7 +94,7 @@ class BenchmarkResult:
 
     @property
     def complete_failure(self) -> bool:
-        """Whether there are rows, and all of them say why they did not run."""
+        """Whether there are rows, but nothing ran."""
         return bool(self.rows) and not any(row.milliseconds for row in self.rows)
 
     def save(self, folder: Path | str) -> None:
@@ -135,7 +135,9 @@ def benchmark(
     _check_known("dtypes", settings.dtypes, DTYPES)
     folder = None if folder is None else Path(folder)
     if resume and (overwrite or folder is None):
-        raise ValueError("--resume adds to the results in --output: give that, and no --overwrite")
+        raise ValueError(
+            "--resume adds to the results in --output: give --output and no --overwrite"
+        )
     ways = "use --resume to add to them, or --overwrite"
     networks = [models] if isinstance(models, nn.Module | str | Path | ModelSource) else models
     sources = [_source(model) for model in networks]
@@ -144,6 +146,8 @@ def benchmark(
     if all(isinstance(source, ModelSource) and source.run is not None for source in sources):
         refuse_given({"methods": methods, "ratio": settings.ratio}, "a saved run")
     wanted = _configs(_METHODS if methods is None else methods, _ratio(settings))
+    if not wanted:
+        raise ValueError("methods: there is none; give at least one")
     device = local_device(settings.device)
     images = None if settings.data is None else open_images(settings.data, settings.split)
     held = output_folder(
@@ -160,7 +164,7 @@ def benchmark(
 
 
 def _configs(given: Method | Sequence[Method], ratio: float) -> dict[str, MethodConfig]:
-    """The methods by what rows call them; the published ToMe has the settings of ours."""
+    """The methods by their names in rows; the published ToMe takes the settings of ours."""
     given = [given] if isinstance(given, str | MethodConfig) else given
     found: dict[str, MethodConfig] = {}
     for is_text, group in groupby(given, lambda method: isinstance(method, str)):
@@ -175,7 +179,7 @@ def _configs(given: Method | Sequence[Method], ratio: float) -> dict[str, Method
 
 
 def _source(model: Network) -> nn.Module | ModelSource:
-    """A network, or where it will be loaded from when its turn comes."""
+    """A network, or where to load it from when its turn comes."""
     if isinstance(model, str | Path):
         is_folder = Path(model).is_dir()
         model = ModelSource(run=Path(model)) if is_folder else ModelSource(model=str(model))
@@ -196,7 +200,7 @@ class _Candidates:
         model: nn.Module,
         methods: Mapping[str, MethodConfig],
         settings: BenchmarkSettings,
-        images: Any = None,
+        images: Any,
     ) -> None:
         self.model, self.methods, self.settings, self.images = model, methods, settings, images
         self.saved = is_merging(model)
@@ -239,12 +243,12 @@ class _Candidates:
 
 
 def _merging_candidate(
-    model: nn.Module, method: str, config: MethodConfig, images: Tensor, *, training: bool = False
+    model: nn.Module, method: str, config: MethodConfig, images: Tensor, *, training: bool
 ) -> Candidate:
-    """A copy of the untouched `model`, merging as a method does: as deployed, or as trained.
+    """A copy of the untouched `model` that merges by a method, as in deployment or in training.
 
-    It is fitted on `images`: informative weights get class statistics of random labels, so that
-    they cost what they do after training; a ratio that holds as a mean holds on these images.
+    It is fitted on `images`. Informative weights get class statistics of made-up labels, so that
+    they cost as much as after training; a ratio that is met as a mean is met on these images.
     """
     if method.partition(":")[0] == _PUBLISHED_TOME:
         return _published_tome(model, config, images)
@@ -274,7 +278,7 @@ def _published_tome(model: nn.Module, config: MethodConfig, images: Tensor) -> C
 
 
 class _Run:
-    """One run: its rows are said at once, and written after every comparison."""
+    """One run: rows are printed as they are measured, and written after every comparison."""
 
     def __init__(
         self,
@@ -288,7 +292,6 @@ class _Run:
         path = None if folder is None else folder / "metrics.json"
         self.settings, self.folder, self.device, self.say = settings, folder, device, say
         self.rows: list[Timing] = []
-        # Other runs may have begun at the same time: what they add stays.
         self.file = TimingFile(path, keep=keep)
         self.environment = describe(device)
         noted = {"modes": list(settings.modes), "ratio": _ratio(settings), "seed": settings.seed}
@@ -342,14 +345,14 @@ class _Run:
         for conditions in self._claimed(self._conditions(name, candidates.image_size)):
             if self.is_late():
                 minutes = self.settings.minutes
-                self.say(f"stopped after {minutes:g} minutes; --resume does the rest")
+                self.say(f"stopped after {minutes:g} minutes; --resume measures the rest")
                 return
             self.compare(candidates, conditions)
 
     def _claimed(self, comparisons: Iterable[Conditions]) -> Iterator[Conditions]:
-        """Comparisons, each while no other run in the folder is at it.
+        """Comparisons, each while no other run in the folder works on it.
 
-        Those that another run is at come last; what it has measured is in the file then.
+        Those that another run works on come last; its rows are in the file by then.
         """
         if self.folder is None:
             yield from comparisons
@@ -377,7 +380,7 @@ class _Run:
         return self.folder / ".measuring" / f"{zlib.crc32(words.encode()):08x}"
 
     def compare(self, candidates: _Candidates, conditions: Conditions) -> None:
-        """Time whatever is not in the file yet, together with the base."""
+        """Time what is not in the file yet, together with the base."""
         modes, training = self.settings.modes, conditions.scope == "training"
         rows: list[Timing] = []
         with self.lock.preparing():
@@ -472,7 +475,7 @@ def _check_known(name: str, words: Iterable[str], known: Iterable[str]) -> None:
 
 @contextmanager
 def _few_threads(device: torch.device) -> Iterator[None]:
-    """On a GPU use few threads of the processor: more would slow down runs beside this one."""
+    """With a GPU, use few threads of the processor: more would slow down runs at the same time."""
     before = torch.get_num_threads()
     if device.type == "cuda":
         torch.set_num_threads(min(before, _GPU_THREADS))

@@ -1,8 +1,8 @@
 """The information bottleneck of a network, block by block, on labelled images.
 
-The feature of a block is the mean of its tokens after the merge, each weighed by the patches it
-stands for. Centroids need all images before memberships can be measured, so features are gone
-through twice; where they fit into memory the network runs only once.
+The feature of a block is the mean of its tokens after the merge, each weighed by its size.
+Memberships need the centroids of all images, so there are two passes over the features; if they fit
+into memory, the network runs only once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ltm.core.bottleneck import (
     image_features,
 )
 from ltm.core.cost import evaluating
+from ltm.core.merge import pool_by_size
 from ltm.methods import BASELINE, methods
 from ltm.processes import require_images, sum_over_processes
 
@@ -66,12 +67,10 @@ def watchable(model: nn.Module, image_size: tuple[int, int] | None = None) -> It
 
 def pooled_feature(record: Record, num_prefix: int) -> Tensor:
     """Return the mean of a block's merged tokens by size, prefix tokens apart: `b t c -> b c`."""
-    tokens = record.merged[:, num_prefix:]
+    tokens = record.merged[:, num_prefix:].float()
     if record.size is None:
-        return tokens.float().mean(1)
-    size = record.size[:, num_prefix:].float()
-    share = size / size.sum(1, keepdim=True).clamp_min(1e-6)
-    return (share[:, None] @ tokens.float())[:, 0]
+        return tokens.mean(1)
+    return pool_by_size(tokens, record.size[:, num_prefix:].float(), "avg")
 
 
 @torch.no_grad()
@@ -87,9 +86,8 @@ def measure_bottleneck(
 ) -> list[SiteBottleneck]:
     """Measure every block of every model on the same batches of `(images, labels)`.
 
-    Models that merge nothing are made watchable for the time. Features up to `keep_mib` stay in
-    memory between the two passes; beyond that the models run twice. Several processes give what
-    one would, however unevenly they share the images.
+    Features of up to `keep_mib` stay in memory between the two passes; beyond that the models run
+    twice. Several processes give the result of one, however unevenly they share the images.
     """
     with ExitStack() as stack:
         for model in models.values():

@@ -1,6 +1,6 @@
 """A control: as many tokens merge in the same blocks, but which ones is drawn at random.
 
-What a method keeps beyond this comes from its choice of tokens, not from an easy task.
+If a method keeps more accuracy than this, the choice of tokens matters on the task.
 """
 
 from __future__ import annotations

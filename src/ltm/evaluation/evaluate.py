@@ -42,7 +42,7 @@ from ltm.models import (
     source_of,
     split_methods,
 )
-from ltm.processes import joined, local_device
+from ltm.processes import is_first, joined, local_device
 from ltm.progress import Progress
 
 _DEFAULTS = EvaluateSettings()
@@ -124,7 +124,7 @@ def evaluate(
         if others is not None:
             more = load_batches(others, str(settings.statistics), network, labelled=False, **placed)
             _collect_(models, more, say)
-        measured = Measurements(models, quiet=say is silent or not process.speaks)
+        measured = Measurements(models, quiet=say is silent or not is_first())
         interrupted = False
         try:
             measured.measure_accuracy(batches)
@@ -173,6 +173,8 @@ def _networks(model: nn.Module, settings: EvaluateSettings) -> dict[str, nn.Modu
     if is_merging(model):
         refuse_given({"methods": texts, "ratio": settings.ratio}, "a saved run")
         return {BASE: unmerged_copy(model), conversion_of(model).config.name: model}
+    if settings.ratio is not None and not texts:
+        raise ValueError("--ratio goes with --methods: give both, or leave the ratio out")
     merging = {text: merging_copy(model, method_config(text, settings.ratio)) for text in texts}
     return {BASE: model, **merging}
 
@@ -185,7 +187,7 @@ def _fit_(models: Mapping[str, nn.Module], sample: Callable[[], Tensor]) -> None
 
 
 def _collect_(models: Mapping[str, nn.Module], batches: Any, say: Say) -> None:
-    """Class statistics, from the networks' own predictions, where a method keeps some."""
+    """Collect class statistics from the networks' own predictions, for methods that use them."""
     for name, model in models.items():
         if statistical_mergers(model):
             loop = Progress(f"statistics of {name}", silent=say is silent)
@@ -195,7 +197,7 @@ def _collect_(models: Mapping[str, nn.Module], batches: Any, say: Say) -> None:
 
 
 class _Unlabelled:
-    """Batches without their labels, as often as needed."""
+    """Batches without their labels; they can be iterated more than once."""
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
@@ -205,7 +207,7 @@ class _Unlabelled:
 
 
 def _numbers(row: Measurement, planned: float, against: PairedDifference) -> dict[str, Any]:
-    """All numbers of one network as plain values; `planned`: GMACs with all modules at work."""
+    """All numbers of one network as plain values; `planned` are GMACs with nothing idle."""
     assert row.accuracy is not None
     last = overall(row.bottleneck).get(row.method)
     return {

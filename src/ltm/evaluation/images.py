@@ -20,20 +20,20 @@ from ltm.models import check_classes
 MIN_IMAGES = 32
 """For calibration: fewer say more about themselves than about the network."""
 _SAMPLE = 64
-"""Images of a sample, and at most so many different ones in a batch to time."""
+"""Images in a sample, and the most different images in a batch to time."""
 
 
 def open_images(
     source: str, split: str, images: int | None = None, *, labelled: bool = True
 ) -> Any:
-    """The images; what is no image is an error, lest another take its place unnoticed."""
+    """The images; an unreadable one is an error, so that no other takes its place unnoticed."""
     require_least("images", images)
     found = open_dataset(source, split=split, max_unreadable=0, labelled=labelled)
     return _take(found, images)
 
 
 def expected_images(model: nn.Module, config: DataConfig) -> ImageSpec:
-    """What images a model gets: of the height and width that its tokens were planned for."""
+    """The images that a model gets; their size is the one that merging was planned for."""
     return replace(image_spec(config, model), size=image_size_of(model))
 
 
@@ -47,7 +47,7 @@ def load_batches(
     labelled: bool = True,
     **placed: Any,
 ) -> Any:
-    """Batches of images as the model expects them; labels must be its classes where they count."""
+    """Batches of images as the model expects them; if `labelled`, labels must be its classes."""
     if labelled:
         check_classes(model, dataset.class_names, source)
     config = DataConfig(source=source, batch_size=batch_size, workers=workers)
@@ -55,7 +55,7 @@ def load_batches(
 
 
 def read_images(dataset: Any, source: str, model: nn.Module, *, workers: int = 0) -> Tensor:
-    """All images of a data set in one tensor, in every process; their labels do not count."""
+    """All images of a data set in one tensor, in every process."""
     batches = load_batches(dataset, source, model, batch_size=64, workers=workers, labelled=False)
     return torch.cat([images for images, _ in batches])
 
@@ -66,7 +66,7 @@ def sample_images(dataset: Any, source: str, model: nn.Module, number: int = _SA
 
 
 def repeated_images(dataset: Any, source: str, model: nn.Module, batch_size: int) -> Tensor:
-    """A batch of real images, repeated where there are too few."""
+    """A batch of real images, repeated if there are too few."""
     few = sample_images(dataset, source, model, min(batch_size, _SAMPLE))
     return few.repeat(-(-batch_size // len(few)), 1, 1, 1)[:batch_size]
 
@@ -86,8 +86,8 @@ def part_images(
 ) -> Partition:
     """Open images and set some aside.
 
-    Calibration takes them from the training split; where data are not split it takes at most a
-    third of all, and the rest is evaluated.
+    Calibration takes them from the training split. If data are not split, it takes at most a third
+    of them, and the rest is evaluated.
     """
     require_least("images", images)
     require_least("calibration_images", calibration_images, 0)
@@ -98,7 +98,7 @@ def part_images(
         number = min(calibration_images, len(dataset) // 3)
         if number < MIN_IMAGES:
             reason = f"{len(dataset)} images are too few to set some aside"
-        else:  # evenly spread, and the same ones whatever number is evaluated
+        else:  # evenly spread, and the same ones for any number of evaluated images
             calibration = dataset.take(number)
             chosen = set(calibration.indices)
             dataset = dataset.select(

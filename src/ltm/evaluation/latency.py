@@ -62,10 +62,10 @@ def interleaved(
     warmup: int = 3,
     least_seconds: float = 0.02,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each, one value a round, in rounds that run all of them in turn.
+    """Seconds per call, one value a round; in each round all calls take turns.
 
-    Over as many rounds as there are calls (twice as many if odd) each follows each equally often.
-    Short calls are repeated within a turn until it lasts about `least_seconds`.
+    Over n rounds of n calls (2n if n is odd) each call follows each other equally often. Short
+    calls are repeated until a turn lasts about `least_seconds`.
     """
     require_least("rounds", rounds)
     repeats = {}
@@ -84,8 +84,8 @@ def interleaved(
 def _order(names: Sequence[str], index: int) -> list[str]:
     """The order of a round: a row of Williams' square, in which each follows each other once.
 
-    The first row goes to and fro, 0, 1, n - 1, 2, n - 2; each further one is that shifted by one.
-    For an odd number it takes the mirrored rows too: they alternate.
+    The first row is 0, 1, n - 1, 2, n - 2 and so on, and each further row is shifted by one. For
+    odd n, every second row is reversed.
     """
     number = len(names)
     row = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(number)]
@@ -130,7 +130,7 @@ def speedup(base: Sequence[float], other: Sequence[float], level: float = 0.95) 
 
 
 def _rank(count: int, level: float) -> int:
-    """How many ordered values to leave out on each side, so that the rest holds the median."""
+    """How many ordered values to leave out on each side; the rest still holds the median."""
     below, rank = 0.0, 0
     for index in range(count // 2):
         below += math.comb(count, index) / 2**count
@@ -141,7 +141,7 @@ def _rank(count: int, level: float) -> int:
 
 
 def verdict(ratio: Estimate) -> str:
-    """Say it plainly: a gain, a loss, or neither, where the interval touches 1."""
+    """A gain, a loss, or neither if the interval touches 1."""
     if round(ratio.low, 2) > 1:
         return f"{ratio.median:.2f}x"
     if round(ratio.high, 2) < 1:
@@ -152,7 +152,7 @@ def verdict(ratio: Estimate) -> str:
 class TimingLock:
     """Processes that share `path` prepare side by side and are timed one at a time.
 
-    Without a path there is no waiting. The lock is free again when its process ends.
+    Without a path nobody waits. A process that ends releases the lock.
     """
 
     _SECONDS_TO_END = 1.0
@@ -162,12 +162,12 @@ class TimingLock:
         self.path = path
 
     def preparing(self) -> AbstractContextManager[bool]:
-        """Any number of processes may be in here while none is timed."""
+        """Enter together with others that prepare, while none is timed."""
         return self._held(exclusive=False)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """One process may be in here while no other prepares or is timed."""
+        """Enter alone, while no other process prepares or is timed."""
         with self._held(exclusive=True) as waited:
             if waited:
                 time.sleep(self._SECONDS_TO_END)
@@ -187,7 +187,7 @@ BASE = "base"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-"""How terminals are told to change colours."""
+"""Terminal codes for colours."""
 
 
 Batches = Sequence[tuple[Tensor, Any]] | DataLoader[Any]
@@ -204,7 +204,7 @@ class Candidate:
     gmacs: float | None = None
     note: str = ""
     modes: Mapping[str, Mode] = field(default_factory=dict)
-    """Its own ways to run, in place of those of `MODES`: a file that was written before."""
+    """Modes that replace those of `MODES` for it, such as an exported file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +345,7 @@ def _prepared(
             call(batch)
             run.memory = peak_memory_mib(getattr(call, "run", call), model, batch)
             run.call = call
-        except Exception as error:  # noqa: BLE001 - a grid goes on where one cell of it fails
+        except Exception as error:  # noqa: BLE001 - the rest of a grid still runs
             run.error = _reason(error)
         _free(batch.device)  # for the next, and for other processes
     return runs
@@ -376,7 +376,7 @@ def _runner(
 def _turn(run: Runner, batch: Tensor, loader: Batches | None) -> Callable[[], object]:
     """One turn of a candidate: a batch, or all batches of the loader."""
     if loader is None:
-        # A captured graph reads its own input; handing it that one saves a copy per call.
+        # A captured graph has an input of its own; passing that one saves a copy per call.
         own = getattr(run, "images", batch)
         return lambda: run(own)
 
@@ -384,7 +384,7 @@ def _turn(run: Runner, batch: Tensor, loader: Batches | None) -> Callable[[], ob
         out = None
         for images, _ in loader:
             out = run(images.to(batch.device, batch.dtype, non_blocking=True))
-        # The last batch is done when its output can be read.
+        # Reading the output waits for the last batch.
         torch.as_tensor(out).cpu()
 
     return go
@@ -441,10 +441,9 @@ def _verdict(candidate: Candidate, ratio: Estimate | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong in the first place.
+    """The first line of the root cause.
 
-    A ValueError is a sentence for users; others may only wrap their cause in advice, as exporters
-    and compilers do.
+    A ValueError is a sentence for users. Exporters and compilers wrap other causes in advice.
     """
     while error.__cause__ is not None and not isinstance(error, ValueError):
         error = error.__cause__

@@ -1,7 +1,7 @@
 """Networks measured side by side on the same images: cost, accuracy, bottleneck, tokens, time.
 
-`Measurements` takes the networks, one of them the base. Each `measure_...` is one pass over images;
-`rows` tells all that is known by then, one `Measurement` a network.
+`Measurements` takes the networks, one of them the base. Each `measure_...` is one pass over images.
+`rows` returns what is known so far, one `Measurement` for each network.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ltm.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One network: what it costs, how right it is, how fast. What was not measured is empty."""
+    """Cost, accuracy and speed of one network. What was not measured is empty."""
 
     method: str
     parameters: int
@@ -65,9 +65,9 @@ class Measurement:
 
 
 class Measurements:
-    """Measures `models` by name, one of which is the `BASE`; they may grow until the first pass.
+    """Measures `models` by name, one of which is the `BASE`; more may join until the first pass.
 
-    Ctrl-C ends a pass with KeyboardInterrupt; what it has seen until then is kept.
+    Ctrl-C ends a pass with KeyboardInterrupt, and the images seen so far count.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], *, quiet: bool = True) -> None:
@@ -82,7 +82,7 @@ class Measurements:
     def measure_accuracy(
         self, batches: Iterable[Any], files: Mapping[str, nn.Module] | None = None
     ) -> None:
-        """Show all networks all images; and files, whose outputs are kept beside theirs."""
+        """Show all images to all networks, and to exported `files`."""
         loop = Progress("accuracy", silent=self.quiet)
         try:
             shown = {**self.models, **(files or {})}
@@ -149,7 +149,7 @@ class Measurements:
     def rows(
         self, sample: Callable[[], Tensor], notes: Mapping[str, str] | None = None
     ) -> tuple[Measurement, ...]:
-        """All that is known of each network; `sample` gives images to count multiply-adds on."""
+        """What is known of each network; `sample` gives images to count multiply-adds on."""
         sample = cache(sample)
         base_gmacs = mean_gmacs(self.models[BASE], sample)
         return tuple(
@@ -181,10 +181,10 @@ def varies(model: nn.Module) -> bool:
 
 
 def mean_gmacs(model: nn.Module, sample: Callable[[], Tensor]) -> float:
-    """Billions of multiply-adds an image as they happen; what rests is not counted.
+    """Billions of multiply-adds per image that are really done; idle modules do not count.
 
-    Nothing runs, unless every image keeps a number of tokens of its own: then it is a mean over
-    the sample.
+    If every image keeps a number of tokens of its own, this is the mean over the sample. Otherwise
+    nothing runs.
     """
     if varies(model):
         return measured_gmacs(model, sample())

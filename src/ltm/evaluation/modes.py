@@ -1,7 +1,7 @@
 """Modes of running a network: eager, compiled, CUDA graph, ONNX Runtime; and a training step.
 
-A runner is called on a batch of images. Runners that record the network once (a CUDA graph, an ONNX
-session) take only batches of the size they were made with.
+A mode makes a runner, which is called on batches of images. A CUDA graph and the ONNX file of
+`onnxruntime` take only batches of the size that they were made for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ltm.extras import require
 
 Runner = Callable[[Tensor], Any]
 Mode = Callable[[nn.Module, Tensor], Runner]
-"""Makes a network ready to run on batches like the one given."""
+"""Prepares a network for batches like the one given."""
 
 
 def eager(model: Runner, _images: Tensor) -> Runner:
@@ -79,11 +79,11 @@ _PROVIDERS = {
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
     "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
 }
-"""Who runs an ONNX file on a device; each leaves what it cannot run to the next."""
+"""Which providers run an ONNX file on a device; each leaves what it cannot run to the next."""
 
 
-class OnnxModel:
-    """An ONNX file in ONNX Runtime: scores from images.
+class OnnxModel(nn.Module):
+    """An ONNX file in ONNX Runtime: scores from images. It stands where a network may stand.
 
     Args:
         path: the file.
@@ -92,35 +92,40 @@ class OnnxModel:
     """
 
     def __init__(self, path: Path, *, threads: int | None = None, device: str = "cpu") -> None:
+        super().__init__()
         if not path.is_file():
             raise FileNotFoundError(f"model is {path}: there is no such file")
-        runtime = require("onnxruntime", extra="export")
+        runtime = require("onnxruntime")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 3
-        # Otherwise its threads keep spinning between two calls, and slow down whatever runs then.
+        # Otherwise its threads spin between two calls, and slow down what runs then.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         providers = onnx_providers(device)
         try:
             self._session = runtime.InferenceSession(str(path), options, providers=providers)
+            self._input = self._session.get_inputs()[0].name
         except Exception as error:  # its own exceptions have no common base
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path} is no ONNX model that can be run: {reason}") from error
+            raise ValueError(f"{path} is not an ONNX model that can be run: {reason}") from error
         wanted = providers[0][0]
         if self._session.get_providers()[0] != wanted:  # it falls back with a mere warning
             raise ValueError(f"device: {device} cannot be used: {wanted} did not start")
         self.path = path
-        self._input = self._session.get_inputs()[0].name
-        self.num_classes = int(self._session.get_outputs()[0].shape[-1])
+
+    @property
+    def num_classes(self) -> int:
+        """The number of scores, of a file that `ltm export` wrote."""
+        return int(self._session.get_outputs()[0].shape[-1])
 
     @property
     def metadata(self) -> dict[str, str]:
         """What the file says about itself."""
         return self._session.get_modelmeta().custom_metadata_map
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         outputs: Any = self._session.run(None, {self._input: images.float().cpu().numpy()})
-        return torch.from_numpy(outputs[0])
+        return torch.from_numpy(outputs[0]).to(images.device)
 
 
 def onnx_providers(device: str) -> list[tuple[str, dict[str, int]]]:
@@ -128,7 +133,7 @@ def onnx_providers(device: str) -> list[tuple[str, dict[str, int]]]:
     kind, _, index = device.partition(":")
     if kind not in _PROVIDERS or (index and not index.isdecimal()):
         raise ValueError(f"device: got {device!r}; an ONNX file runs on {', '.join(_PROVIDERS)}")
-    runtime = require("onnxruntime", extra="export")
+    runtime = require("onnxruntime")
     here: list[str] = runtime.get_available_providers()
     wanted = _PROVIDERS[kind]
     if wanted[0] not in here:
@@ -148,7 +153,7 @@ def to_onnx(
 ) -> torch.onnx.ONNXProgram:
     """A traced network as an ONNX program in memory; onnx and onnxscript must be installed."""
     with warnings.catch_warnings():
-        # The exporter warns of its own deprecations, which are nothing to its users.
+        # The exporter warns of its own deprecations.
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             program,
@@ -163,7 +168,7 @@ def to_onnx(
 
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """ONNX has no fused attention, and torch cannot translate Swin's."""
+    """Switch fused attention off: ONNX has none, and torch cannot translate Swin's."""
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "fused_attn", False)]
     for layer in layers:
         layer.fused_attn = False
@@ -194,7 +199,7 @@ TITLES = {
 
 
 def usual_modes(device: torch.device) -> tuple[str, ...]:
-    """The modes that are quick to prepare here; compiling takes minutes, so it is for asking."""
+    """The modes that are quick to prepare here; compiling takes minutes, so it is left out."""
     if device.type == "cuda":
         return "eager", "cudagraph"
     packages = ("onnx", "onnxscript", "onnxruntime")
@@ -226,7 +231,7 @@ class TrainingStep:
 
 
 def peak_memory_mib(run: Runner, model: nn.Module, images: Tensor) -> float | None:
-    """Memory that a run needs at its peak, weights included; None where nothing counts it."""
+    """Peak memory of a run, with the weights; None on a processor, where nothing counts it."""
     if images.device.type != "cuda":
         return None
     device = images.device
@@ -241,7 +246,7 @@ def peak_memory_mib(run: Runner, model: nn.Module, images: Tensor) -> float | No
 
 
 def fuse_attention_(model: nn.Module) -> int:
-    """Switch fused attention on wherever timm has it; by default it leaves Swin without.
+    """Switch fused attention on wherever timm has it; by default Swin does not use it.
 
     Returns how many attention layers have it.
     """

@@ -1,7 +1,7 @@
 """What is written down: the machine of a measurement, timing rows in a file, and tables.
 
-Several runs share one JSON file of timings, each with the machine and versions it ran on; without
-those a time means nothing.
+Several runs share one JSON file of timings. Each notes its machine and versions, without which a
+time means nothing.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Environment:
     cuda: str | None
     cudnn: str | None
     float32_products: str
-    """torch's precision of float32 matrix products: "highest" is no TF32."""
+    """torch's precision of float32 matrix products; "highest" uses no TF32."""
 
 
 def describe(device: torch.device) -> Environment:
-    """Describe this machine as far as a measurement depends on it."""
+    """Describe what a measurement depends on: this machine and its versions."""
     cpu = _processor()
     on_cuda = device.type == "cuda"
     cudnn = torch.backends.cudnn.version() if on_cuda else None
@@ -87,11 +87,11 @@ _IDENTITY = ("model", "method", "ratio", "image_size", "batch_size", "dtype", "m
 
 
 class TimingFile:
-    """Timings gathered over several runs; ratios hold within a run, so each has its own base.
+    """The timings of several runs. Ratios hold within a run, so each run has its own base.
 
     Every `add` replaces the file in one step and keeps rows that other processes have added.
-    Without a path rows are only held in memory. Without `keep` the first write drops what the file
-    held.
+    Without a path, rows are only held in memory. Without `keep`, the first write drops the rows
+    that the file held.
     """
 
     def __init__(self, path: Path | None, *, keep: bool = True) -> None:
@@ -110,14 +110,14 @@ class TimingFile:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             self.runs, self.rows = list(content["runs"]), list(content["rows"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} holds no timings that could be added to; choose another folder or "
                 "use --overwrite"
             ) from error
 
     def start_run(self, environment: Environment, settings: Mapping[str, object]) -> None:
-        """Note hardware and settings of the rows to come; the first of them numbers the run."""
+        """Note hardware and settings of the next rows; the first one numbers the run."""
         self._run = {"environment": dataclasses.asdict(environment), "settings": dict(settings)}
 
     def add(self, rows: Iterable[Timing]) -> None:
@@ -206,7 +206,7 @@ _COLUMNS = (
 
 
 def _describe_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What runs were measured on: one line for each environment."""
+    """The machines of the runs: one line for each environment."""
     alike: dict[str, list[int]] = {}
     for run in runs:
         alike.setdefault(_on_what(run["environment"]), []).append(run["run"])
@@ -271,15 +271,15 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """A share in per cent; halves are rounded up, as people do."""
-    # Shares are ratios of counts: what is beyond twelve digits is noise of binary fractions.
+    """A share in per cent; halves are rounded up."""
+    # Beyond twelve digits, a ratio of counts is noise of binary fractions.
     exact = Decimal(str(round(100 * share, 12)))
     return str(exact.quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
-def points(share: float, digits: int = 2) -> str:
+def points(share: float) -> str:
     """A difference in percentage points, with its sign; zero has none."""
-    text = percent(abs(share), digits)
+    text = percent(abs(share))
     return text if not float(text) else f"{'-' if share < 0 else '+'}{text}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ltm.core.validation import require_least
+from ltm.core.validation import require, require_least
 
 Scope = Literal["model", "end-to-end", "training"]
 
@@ -45,6 +45,15 @@ class EvaluateSettings:
     device: str = "auto"
     """Where to run: auto, cpu, cuda or cuda:N."""
 
+    def __post_init__(self) -> None:
+        require_least("images", self.images)
+        require_least("batch_size", self.batch_size)
+        require_least("workers", self.workers, 0)
+        require(0.0 < self.beta < float("inf"), "beta", self.beta, "above 0 and finite")
+        prompts = self.class_names is not None or self.templates != EvaluateSettings.templates
+        if prompts and not self.zero_shot:
+            raise ValueError("--class-names and --templates go with --zero-shot")
+
 
 def _words(name: str, texts: str | Iterable[int | str]) -> tuple[str, ...]:
     """Words, each of which may hold several with commas between them."""
@@ -57,7 +66,7 @@ def _words(name: str, texts: str | Iterable[int | str]) -> tuple[str, ...]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"batch_sizes: {text} is no number of images; give whole numbers from 1")
+        raise ValueError(f"batch_sizes is {text}, but must be a whole number of at least 1")
     return int(text)
 
 
@@ -74,15 +83,15 @@ class BenchmarkSettings:
     dtypes: tuple[str, ...] = ("fp32",)
     """fp32, fp16, bf16."""
     scopes: tuple[Scope, ...] = ("model",)
-    """model (forward alone), end-to-end (with the loader; needs --data), training (step)."""
+    """model (forward alone), end-to-end (with the loader; needs --data), training (a step)."""
     data: str | None = None
-    """Images to run on, as for ltm evaluate; by default noise."""
+    """Images to run on, named as for ltm evaluate; by default noise."""
     split: str = "val"
     """Split of the data, where it has several."""
     workers: int = 2
     """Loader processes for scope end-to-end."""
     rounds: int = 15
-    """Rounds of timing; all networks take turns in each."""
+    """Rounds of timing; in each, all networks take turns."""
     warmup: int = 3
     """Calls before the first round."""
     channels_last: bool = False

@@ -131,7 +131,7 @@ def add_lora_(
     Mask modules that read the output of a projection get it with its adapter, whether the network
     was converted before or after.
     """
-    peft = require("peft", extra="train")
+    peft = require("peft")
     layers = _target_layers(model, targets)
     if not layers:
         raise ValueError(

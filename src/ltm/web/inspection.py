@@ -1,4 +1,4 @@
-"""One picture through a network, before and after merging: all that the page shows."""
+"""One picture through a network, before and after merging: everything that the page shows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Timing:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inspection:
-    """What became of a picture."""
+    """One picture, before and after merging."""
 
     pixels: Pixels
     """The picture as the network sees it."""
@@ -114,9 +114,9 @@ def _macs(model: nn.Module, size: tuple[int, int]) -> dict[str, int]:
 
 
 def _tokens(layout: Layout, sites: Sequence[SiteMap], merging: nn.Module) -> tuple[SiteMap, ...]:
-    """Tokens as they leave each block: those of the last merge that still holds, or the patches.
+    """The tokens that leave each block: those of the last merge that is in effect, or the patches.
 
-    A merged sequence holds until its run of blocks ends, a merged grid until its stage ends.
+    A merged sequence is in effect until its run of blocks ends, a merged grid until its stage ends.
     """
     maps = {site.block: site for site in sites}
     merged_grids = {site.block: site.grid_out for site in conversion_of(merging).sites}

@@ -1,7 +1,6 @@
-"""The networks of the page: those that come with the package, one's own, and their merging copies.
+"""The networks of the page, those of the package (`ltm.zoo`) and the user's, and merging copies.
 
-The embedded ones are those of `ltm.zoo`. Merging copies are made when they are asked for, and a few
-of them are kept.
+Merging copies are made when they are asked for, and a few of them are kept.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ from ltm.core.cost import meta_copy
 from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset
 from ltm.data.shapes import Picture
-from ltm.data.transforms import ImageSpec, evaluation_transform, image_spec
+from ltm.data.transforms import ImageSpec
 from ltm.deployment.information import known_about
 from ltm.deployment.settings import InputSettings
+from ltm.evaluation.images import expected_images, open_images, sample_images
 from ltm.methods import MethodConfig, methods
 from ltm.models import ModelSource, name_of, num_classes_of
 from ltm.zoo import DEMO_CLASSES, DEMO_DATA, DEMO_MODELS
@@ -44,7 +44,7 @@ KEPT = 12
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShownNetwork:
-    """A network that merges nothing yet, and what it takes and says."""
+    """A network that merges nothing yet, its images and its classes."""
 
     name: str
     model: nn.Module
@@ -57,7 +57,7 @@ class ShownNetwork:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What can be chosen for it."""
+        """The methods that can be chosen for it."""
         known = [
             config.title
             for config in methods().values()
@@ -67,12 +67,12 @@ class ShownNetwork:
 
     @property
     def own_method(self) -> str | None:
-        """The method that a saved network merges by, where another ratio can be chosen for it."""
+        """The method of a saved network, if another ratio can be chosen for it."""
         title = None if self.saved is None else conversion_of(self.saved).config.title
         return title if title in self.methods else None
 
     def config(self, method: str, ratio: float) -> MethodConfig:
-        """A method at a ratio: with the settings that it was saved with, or the usual ones."""
+        """A method at a ratio, with its saved settings or the default ones."""
         if self.saved is not None and method == self.own_method:
             return conversion_of(self.saved).config.scheduled(ratio=ratio)
         return next(kind for kind in methods().values() if kind.title == method)(ratio=ratio)
@@ -90,7 +90,7 @@ class ShownNetwork:
 
 
 def own_network(model: nn.Module, source: ModelSource, given: InputSettings) -> ShownNetwork:
-    """A network that somebody brought, with what is known about its images and classes."""
+    """The user's own network, with what is known about its images and classes."""
     known = known_about(model, given, run=source.run)
     return as_network(name_of(source), model, known.spec, known.class_names)
 
@@ -102,7 +102,7 @@ def as_network(
     class_names: tuple[str, ...] | None,
     sample: Tensor | None = None,
 ) -> ShownNetwork:
-    """A network of one's own, converted or not."""
+    """A network for the page, converted or not."""
     names = class_names or tuple(f"class {index}" for index in range(num_classes_of(model)))
     saved, original = None, model
     if is_merging(model):
@@ -150,10 +150,6 @@ class Networks:
             raise ValueError(f"model: got {name}; known are {', '.join(self.by_name)}.")
         return self.by_name[name]
 
-    @property
-    def num_kept(self) -> int:
-        return self._made.cache_info().currsize
-
 
 # --- Networks that come with the package ---------------------------------------------------------
 
@@ -162,7 +158,7 @@ _SAMPLE = 16
 
 
 def embedded_title(name: str) -> str:
-    """What the page calls an embedded network: it knows shapes, not photographs."""
+    """The name of an embedded network on the page: it knows shapes, not photographs."""
     return f"{name} (generated shapes)"
 
 
@@ -171,15 +167,14 @@ def embedded_network(name: str) -> ShownNetwork:
     if name not in DEMO_MODELS:
         raise ValueError(f"embedded is {name}: known are {', '.join(DEMO_MODELS)}")
     model = timm.create_model(name, pretrained=True).requires_grad_(False)
-    spec = image_spec(DataConfig(source=DEMO_DATA), model)
-    transform = evaluation_transform(spec, normalize=True)
-    images = open_dataset(DEMO_DATA, split="train", transform=transform).take(_SAMPLE)
-    sample = torch.stack([images[index][0] for index in range(len(images))])
+    spec = expected_images(model, DataConfig(source=DEMO_DATA))
+    images = open_images(DEMO_DATA, "train")
+    sample = sample_images(images, DEMO_DATA, model, _SAMPLE)
     return as_network(embedded_title(name), model, spec, images.class_names, sample)
 
 
 def embedded_pictures(number: int) -> list[Picture]:
-    """Pictures of the kind that the embedded networks know, none of which they were trained on."""
+    """Pictures of the kind that the embedded networks know; they were not trained on these."""
     images = open_dataset(DEMO_DATA, split="test")
     # Neighbours differ in class, and these in shape and texture too.
     chosen = [index * (DEMO_CLASSES // 2 + 1) for index in range(number)]

@@ -1,4 +1,4 @@
-"""The page: its controls, what they do, and which pictures it takes from visitors."""
+"""The page: its controls, what they do, and which uploads it accepts."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Handlers:
     _looking: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        """Wait for the picture that is being looked at; none is looked at after it."""
+        """Wait for the picture that is being inspected, and inspect no more."""
         self._looking.acquire()
 
     def take_upload(self, path: str) -> tuple[Any, str]:
-        """The uploaded picture and no message, or the picture before and why."""
+        """The uploaded picture and no message; or no change, and why it was refused."""
         self.num_requests += 1
         try:
             return read_picture(path), ""
@@ -109,7 +109,7 @@ class Handlers:
         return method, *self.look(path, name, method, ratio, block, point)
 
     def ratio_of(self, name: str, method: str, ratio: float) -> float:
-        """The ratio that goes with a method: what was saved has its own."""
+        """The ratio that goes with a method: a saved network has its own."""
         return self.networks[name].saved_share if method == SAVED else ratio
 
     def click(  # noqa: PLR0917
@@ -122,7 +122,7 @@ class Handlers:
         return token.pixels, token.caption, point
 
     def _inspect(self, path: str, name: str, method: str, ratio: float, rounds: int) -> Inspection:
-        """Look at a picture; what cannot be done is an error with a sentence for the page."""
+        """Inspect a picture; a ValueError becomes a message on the page."""
         self.num_requests += 1
         try:
             with self._looking:
@@ -253,12 +253,12 @@ def _connect(page: gr.Blocks, handlers: Handlers, c: SimpleNamespace, v: SimpleN
     )
 
 
-# --- Pictures from visitors: what is none, or too large, is refused with a sentence ------------
+# --- Uploads: a file that is too large or not a picture is refused with a sentence --------------
 
 MAX_BYTES = 20 * 2**20
 _MAX_PIXELS = 50_000_000
 SHOWN_SIDE = 768
-"""Larger pictures are made smaller at once: networks see less anyway."""
+"""Larger pictures are made smaller at once, since networks see less anyway."""
 
 # What people take pictures with; Pillow's other decoders are rarely used and rarely tested.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -269,11 +269,11 @@ class RefusedUploadError(ValueError):
 
 
 def read_picture(path: str | Path) -> Image.Image:
-    """A picture in RGB, upright, of moderate size; anything else is a `RefusedUploadError`."""
+    """Read an upload: upright, in RGB, of moderate size; or raise a `RefusedUploadError`."""
     path = Path(path)
     size = path.stat().st_size
     if size > MAX_BYTES:
-        raise RefusedUploadError(f"The file has {size / 2**20:.0f} MB; at most 20 MB are taken.")
+        raise RefusedUploadError(f"The file has {size / 2**20:.0f} MB; at most 20 MB are accepted.")
     limits = Limits(most_pixels=_MAX_PIXELS)
     try:
         upright = decode(
@@ -282,11 +282,11 @@ def read_picture(path: str | Path) -> Image.Image:
     except LimitError as error:
         raise RefusedUploadError(
             f"The picture has {error.number / 1e6:.0f} megapixels; "
-            f"at most {_MAX_PIXELS // 1_000_000} megapixels are taken."
+            f"at most {_MAX_PIXELS // 1_000_000} megapixels are accepted."
         ) from error
     except ValueError as error:
         raise RefusedUploadError(
-            "The file is no picture that can be read; JPEG, PNG, WebP, GIF, BMP and TIFF are taken."
+            "The file is not a readable picture. JPEG, PNG, WebP, GIF, BMP and TIFF are accepted."
         ) from error
     upright.thumbnail((SHOWN_SIDE, SHOWN_SIDE), Image.Resampling.LANCZOS)
     return upright

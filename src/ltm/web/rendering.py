@@ -71,7 +71,7 @@ def share_of(seen: Inspection, x: int, y: int) -> tuple[float, float]:
 def draw_token(seen: Inspection, block: int, point: tuple[float, float] | None) -> TokenView:
     """The weights of the token under a point, given as shares of height and width.
 
-    Without a point, a telling token is taken.
+    Without a point, a token is chosen that stands out from the picture.
     """
     site = seen.tokens[block]
     rows, columns = site.grid

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ltm.extras import require
-from ltm.models import ModelSource, Say, silent
+from ltm.models import ModelSource, Say, refuse_given, silent
 from ltm.web.networks import (
     Networks,
     ShownNetwork,
@@ -31,9 +31,9 @@ from ltm.web.networks import (
 from ltm.web.settings import ServeSettings
 
 _THREADS = 4
-"""Pictures are looked at one after the other; further threads would only wait."""
+"""Pictures are inspected one after the other; more threads would only wait."""
 _LOOK_SECONDS = 0.5
-"""Between looks whether a signal asks the server to end."""
+"""Seconds between looks whether a signal asks the server to end."""
 _M_ARENA_MAX = -8
 """glibc's name of the setting, in malloc.h."""
 
@@ -44,7 +44,7 @@ class Server:
 
     address: str
     folder: Path
-    """The only folder that is written to; it goes with the server."""
+    """The only folder that is written to; it is deleted with the server."""
     handlers: Any
     page: Any
 
@@ -85,8 +85,11 @@ def serve(source: ModelSource, settings: ServeSettings, *, say: Say = silent) ->
 
 def _networks(source: ModelSource, settings: ServeSettings) -> list[ShownNetwork]:
     if source.run is None and source.model is None:
+        refuse_given({**source.given(), **settings.given()}, "the network of the package")
         if not settings.embedded:
-            raise ValueError("embedded: there is no network to show; name one, or give --run")
+            raise ValueError(
+                "embedded is empty, so there is no network to show: name one, or give --run"
+            )
         return [embedded_network(name) for name in settings.embedded]
     own = own_network(source.load(), source, settings)
     return [own, *(embedded_network(name) for name in settings.embedded)]
@@ -112,7 +115,7 @@ def serving(
         os.environ["GRADIO_TEMP_DIR"] = temporary
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         os.environ["GRADIO_CHECK_UPDATES"] = "False"
-        gr = require("gradio", extra="web")
+        gr = require("gradio")
         from ltm.web.page import MAX_BYTES, Handlers, build_page  # noqa: PLC0415
         from ltm.web.rendering import CSS  # noqa: PLC0415
 
@@ -148,7 +151,7 @@ def serving(
 
 
 def _share_memory() -> None:
-    """Let all threads allocate from one arena (glibc): by default each keeps what it has freed."""
+    """Let all threads share one arena of glibc, since each arena keeps the memory that it frees."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     mallopt = getattr(libc, "mallopt", None)  # other C libraries have none, and need none
     if mallopt is not None:
