@@ -18,7 +18,8 @@ from ltm.core.cost import measured_gmacs
 from ltm.evaluation import modes
 from ltm.evaluation.latency import BASE, Candidate, Conditions, Timing, did_not_run, measure_latency
 from ltm.evaluation.modes import TrainingStep, fuse_attention_
-from ltm.evaluation.records import TimingFile, describe
+from ltm.evaluation.records import describe
+from ltm.evaluation.timings import TimingFile
 from ltm.methods import MethodConfig
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,8 @@
 | `accuracy`, `bottleneck` | the numbers of single passes over images |
 | `latency` | interleaved rounds, speed-ups with intervals; networks timed side by side |
 | `modes` | ways to run a network: eager, compiled, CUDA graph, ONNX Runtime |
-| `records` | the machine of a measurement, timing rows on disk, and tables |
+| `timings` | the file of timings that benchmark runs share, and its table |
+| `records` | the machine of a measurement, and numbers as text |
 | `images` | images for measurements, by the name of their source |
 | `reference_tome` | ToMe as published, a peer of benchmarks |
 """

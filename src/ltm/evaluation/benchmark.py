@@ -1,7 +1,7 @@
 """`ltm.benchmark`: what merging gains in time, against the untouched network, on this machine.
 
 For every network, batch size, precision and scope, all methods and modes are timed in one
-interleaved comparison (`latency`). Rows are written as they come (`records`).
+interleaved comparison (`latency`). Rows are written as they come (`timings`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from ltm.evaluation.latency import (
 )
 from ltm.evaluation.measurement import mean_gmacs, varies
 from ltm.evaluation.modes import MODES
-from ltm.evaluation.records import TimingFile, describe, name_with_ratio
+from ltm.evaluation.records import describe
 from ltm.evaluation.reference_tome import ReferenceToMe
 from ltm.evaluation.settings import BenchmarkSettings
+from ltm.evaluation.timings import TimingFile, name_with_ratio
 from ltm.files import locked, output_folder
 from ltm.methods import MethodConfig
 from ltm.models import (
