@@ -120,17 +120,10 @@ def test_pairing_narrows_the_interval() -> None:
     assert found.high - found.low < (high - low) / 3
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "level", "sentence"),
-    [
-        (torch.ones(3), torch.ones(4), 0.95, "the same images"),
-        (torch.ones(0), torch.ones(0), 0.95, "the same images"),
-        (torch.ones(3), torch.ones(3), 1.5, "between 0 and 1"),
-    ],
-)
-def test_bad_pairs_are_refused(a: Tensor, b: Tensor, level: float, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        paired_interval(a, b, level)
+@pytest.mark.parametrize(("first", "second"), [(3, 4), (0, 0)])
+def test_bad_pairs_are_refused(first: int, second: int) -> None:
+    with pytest.raises(ValueError, match="the same images"):
+        paired_interval(torch.ones(first), torch.ones(second))
 
 
 def test_wilson_interval_is_the_textbook_one() -> None:

@@ -58,7 +58,7 @@ def test_reference_without_merging_is_the_host() -> None:
 def test_reference_refuses_what_it_was_not_written_for() -> None:
     with pytest.raises(ValueError, match="not the plain ones"):
         ReferenceToMe(small_vit(init_values=0.1), 2)
-    with pytest.raises(ValueError, match="is no ViT"):
+    with pytest.raises(ValueError, match="is not a ViT"):
         ReferenceToMe(nn.Linear(2, 2), 2)
     with pytest.raises(ValueError, match="one number from 0 per block"):
         ReferenceToMe(small_vit(), [1, 2])

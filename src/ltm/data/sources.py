@@ -62,13 +62,19 @@ class Part(NamedTuple):
     images: Callable[[], Sequence[ImageRef]]
 
 
-def check_inputs(inputs: Iterable[str]) -> None:
-    """Refuse what does not exist before any work is done."""
-    for name in inputs:
+def check_inputs(inputs: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
+    """The inputs by their names; none at all, or one that does not exist, is an error."""
+    names = tuple(map(str, [inputs] if isinstance(inputs, str | Path) else inputs))
+    if not names:
+        raise ValueError(
+            f"inputs: give images, folders, archives, shards, lists of paths or {STDIN}"
+        )
+    for name in names:
         bare = split_limits(name).name
         named = name == STDIN or _is_indexed(bare) or _is_pattern(bare)
         if not named and not Path(bare).exists():
             raise FileNotFoundError(f"{name}: there is no such image, folder or list of paths")
+    return names
 
 
 def find_parts(inputs: Iterable[str], *, rows: int = 4096, split: str = "train") -> Iterator[Part]:

@@ -120,10 +120,7 @@ def write_tables(
     say: Say = silent,
 ) -> EmbedResult:
     """Write what a predictor says about images as Parquet files, part by part."""
-    inputs = tuple(str(name) for name in ([images] if isinstance(images, str | Path) else images))
-    if not inputs:
-        raise ValueError("inputs: give images, folders, archives, shards or lists of paths")
-    check_inputs(inputs)
+    inputs = check_inputs(images)
     if STDIN in inputs and (settings.ray or settings.resume or (settings.devices or 1) > 1):
         raise ValueError(
             "inputs: standard input is read once, in one process; give a list of paths"

@@ -133,10 +133,7 @@ def predict(
         changes: fields of the settings to change, such as `top=1`.
     """
     settings = changed(settings, changes)
-    inputs = [str(name) for name in ([images] if isinstance(images, str | Path) else images)]
-    if not inputs:
-        raise ValueError("inputs: give images, folders, a list of paths, or - for standard input")
-    check_inputs(inputs)
+    inputs = check_inputs(images)
     return Predictions(_open_predictor(model, settings, say), inputs, settings)
 
 

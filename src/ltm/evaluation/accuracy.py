@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from ltm.core.cost import evaluating
 from ltm.processes import gather_rows, require_images
 
+_QUANTILE = NormalDist().inv_cdf(0.975)
+"""Of intervals of 95%."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outputs:
@@ -188,8 +191,8 @@ def calibration_error(confidence: Tensor, correct: Tensor, num_bins: int = 15) -
     return float(gap.abs().sum() / len(confidence))
 
 
-def paired_interval(correct_a: Tensor, correct_b: Tensor, level: float = 0.95) -> PairedDifference:
-    """Accuracy of a less that of b on the same images, with an interval.
+def paired_interval(correct_a: Tensor, correct_b: Tensor) -> PairedDifference:
+    """Accuracy of a less that of b on the same images, with an interval of 95%.
 
     Only images on which the two differ count. The interval is the normal one with half an image
     added to each of the four outcomes (Agresti and Min, 2005): it stays honest when few differ.
@@ -199,15 +202,13 @@ def paired_interval(correct_a: Tensor, correct_b: Tensor, level: float = 0.95) -
             f"correct_a and correct_b have shapes {tuple(correct_a.shape)} and "
             f"{tuple(correct_b.shape)}: one value per image, the same images, is needed"
         )
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}: it must be between 0 and 1")
     a, b = correct_a.bool(), correct_b.bool()
     num_images = len(a)
     wins, losses = int((a & ~b).sum()), int((b & ~a).sum())
     total = num_images + 2
     p_win, p_loss = (wins + 0.5) / total, (losses + 0.5) / total
     centre = p_win - p_loss
-    spread = ((p_win + p_loss - centre**2) / total) ** 0.5 * _quantile(level)
+    spread = ((p_win + p_loss - centre**2) / total) ** 0.5 * _QUANTILE
     return PairedDifference(
         difference=(wins - losses) / num_images,
         low=max(-1.0, centre - spread),
@@ -216,13 +217,9 @@ def paired_interval(correct_a: Tensor, correct_b: Tensor, level: float = 0.95) -
     )
 
 
-def wilson_interval(successes: int, total: int, level: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: int, total: int) -> tuple[float, float]:
     """Wilson's interval of a share."""
-    z, share = _quantile(level), successes / total
+    z, share = _QUANTILE, successes / total
     centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     spread = z / (1 + z**2 / total) * (share * (1 - share) / total + z**2 / (4 * total**2)) ** 0.5
     return centre - spread, centre + spread
-
-
-def _quantile(level: float) -> float:
-    return NormalDist().inv_cdf(0.5 + level / 2)

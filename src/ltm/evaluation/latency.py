@@ -118,23 +118,23 @@ def spread(times: Sequence[float]) -> Estimate:
     return Estimate(median=median, low=low, high=high)
 
 
-def speedup(base: Sequence[float], other: Sequence[float], level: float = 0.95) -> Estimate:
-    """How many times faster `other` is: the median of the rounds' ratios, with its interval.
+def speedup(base: Sequence[float], other: Sequence[float]) -> Estimate:
+    """How many times faster `other` is: the median of the rounds' ratios, with its 95% interval.
 
     The interval is that of order statistics: it assumes nothing about how times are distributed.
-    With fewer than six rounds it is the whole range, and covers less than `level`.
+    With fewer than six rounds it is the whole range, and covers less than that.
     """
     ratios = sorted(b / o for b, o in zip(base, other, strict=True))
-    rank = _rank(len(ratios), level)
+    rank = _rank(len(ratios))
     return Estimate(median=median(ratios), low=ratios[rank], high=ratios[-1 - rank])
 
 
-def _rank(count: int, level: float) -> int:
+def _rank(count: int) -> int:
     """How many ordered values to leave out on each side; the rest still holds the median."""
     below, rank = 0.0, 0
     for index in range(count // 2):
         below += math.comb(count, index) / 2**count
-        if 2 * below > 1 - level:
+        if 2 * below > 0.05:
             break
         rank = index
     return rank

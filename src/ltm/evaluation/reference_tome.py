@@ -117,7 +117,7 @@ class ReferenceToMe(nn.Module):
 def _check(host: nn.Module) -> VisionTransformer:
     if not isinstance(host, VisionTransformer):
         raise ValueError(
-            f"model: {type(host).__name__} is no ViT, the only one ToMe was written for"
+            f"model: {type(host).__name__} is not a ViT, and published ToMe takes nothing else"
         )
     if host.num_prefix_tokens > 2:
         raise ValueError("model: it has register tokens, which published ToMe would merge")
