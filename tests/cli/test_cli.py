@@ -100,8 +100,6 @@ def test_bad_input_is_one_sentence_and_2(
         ("evaluate --data shapes --run nowhere --templates {}", "go with --zero-shot"),
         ("evaluate --data shapes --model demo_vit --pretrained --ratio 0.5", "goes with --methods"),
         (f"evaluate --data {'a' * 300} --run nowhere", "is too long for the name of a file"),
-        ("train --interpolation cubic", "interpolation is cubic, but must be one of nearest"),
-        ("train --std 0.2 0 0.2", "std is (0.2, 0.0, 0.2), but must be above 0"),
         ("train --augment.auto-augment rond", "auto_augment is rond, which timm cannot read"),
         ("serve --port 7997 --class-names x.txt", "--class-names: the network of the package has"),
     ],
@@ -110,5 +108,27 @@ def test_bad_input_leaves_no_folder(
     call: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*call.split(), "--output", str(tmp_path / "runs" / "new")]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--interpolation cubic", "interpolation is cubic, but must be one of nearest"),
+        ("--std 0.2 0 0.2", "std is (0.2, 0.0, 0.2), but must be above 0"),
+    ],
+)
+def test_images_that_cannot_be_are_refused_before_training(
+    options: str,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *options.split(), "--output", str(tmp_path / "new")])
+    assert stop.value.code == 2
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
