@@ -131,7 +131,7 @@ def test_refusals_are_read_and_another_method_is_chosen(
 
     groups = visit.source("groups")
     page.locator("#method input").click()
-    page.get_by_role("option", name="ToMe").click()
+    page.get_by_role("option", name="ToMe", exact=True).click()
     visit.wait_for_change("groups", groups)
     assert page.locator("#layers tbody tr").count() == 6
     assert visit.complaints == []
