@@ -123,8 +123,7 @@ class RibbonAdapter(Adapter):
     def layout(self, model: Any, image_size: tuple[int, int]) -> Layout:
         grid = (image_size[0] // 4, image_size[1] // 4)
         blocks = tuple(
-            Block(f"ribbon.{i}", block, model.num_features, stage=0)
-            for i, block in enumerate(model.ribbon)
+            Block(f"ribbon.{i}", model.num_features, stage=0) for i in range(len(model.ribbon))
         )
         run = Run(grid[0] * grid[1], grid, tuple(range(len(blocks))))
         return Layout(blocks, 0, model.num_classes, (run,))

@@ -198,6 +198,8 @@ def test_sizes_that_work_are_taken(name: str, size: int, arguments: list[str]) -
 def test_networks_of_any_size_note_theirs() -> None:
     model = load_model("mobilevit_xxs", untrained=True, image_size=192)
     assert image_size_of(model) == (192, 192)
+    grey = load_model("mobilevit_xxs", untrained=True, image_size=64, model_args=("in_chans=1",))
+    assert grey.pretrained_cfg["input_size"] == (1, 64, 64)
     assert image_spec(model=model).size == (192, 192)
     assert image_size_of(load_model("mobilevit_xxs", untrained=True)) == (256, 256)
 

@@ -1,9 +1,9 @@
 """From words to a network: the only loader, and the only grammar of `name=value`.
 
-A value is read by the type of the field it is for. `sites=3,5,8`, `sites=3+5+8`, `sites=[3, 5, 8]`
-and `sites=(3,5,8)` are one list, `counts=7x7,5x5` are two grids, `labels=true` is the word "true"
-where the field takes words and True where it takes a flag. A network is named by a `ModelSource`.
-What cannot work is a ValueError or FileNotFoundError of one sentence.
+A value is read by the type of its field. `sites=3,5,8`, `sites=3+5+8`, `sites=[3, 5, 8]` and
+`sites=(3,5,8)` are the same list, `counts=7x7,5x5` is a list of two grids, and `labels=true` is the
+word "true" or the flag True, whichever the field takes. A `ModelSource` names a network. Errors are
+a ValueError or FileNotFoundError of one sentence.
 
 Importing this module imports neither torch nor timm.
 """
@@ -50,21 +50,21 @@ Say = Callable[[str], None]
 
 
 def silent(line: str) -> None:
-    """Say nothing: what a verb does outside a command."""
+    """Say nothing, as verbs do outside of commands."""
 
 
-# --- Names: what a wrong one may have meant ------------------------------------------------------
+# --- Suggestions for unknown names ---------------------------------------------------------------
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Suggest what a wrong name may have meant, or list what there is."""
+    """Suggest names like an unknown one, or list all of them."""
     names = sorted(known)
     close = closest(wrong, names)
     return f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(names)}"
 
 
 def closest(wrong: str, names: Sequence[str]) -> list[str]:
-    """Three names like a wrong one: of its family if there is one, by how they begin first."""
+    """Up to three names like an unknown one; similar beginnings and the same family come first."""
     family = [name for name in names if name.partition("_")[0] == wrong.partition("_")[0]]
     matcher = difflib.SequenceMatcher(b=wrong)
 
@@ -92,12 +92,12 @@ _GRID = re.compile(r"\d+x\d+$")
 def read_words(
     words: Iterable[str], types: Mapping[str, Any] | None = None, *, owner: str
 ) -> dict[str, Any]:
-    """Read `name=value` words, each of which may hold several, separated by commas.
+    """Read words that hold one or more `name=value`, separated by commas.
 
     Args:
         words: such as `sites=3,5,8,ratio=0.5`; a part without `=` belongs to the value before it.
-        types: the type of each name; None guesses types from how values are written.
-        owner: whose settings these are, for error messages.
+        types: the type of each name; None guesses types from the form of the values.
+        owner: what the settings belong to, for error messages.
     """
     values: dict[str, Any] = {}
     for word in words:
@@ -113,7 +113,7 @@ def read_words(
 
 def _assignments(word: str, owner: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
-    for part in filter(str.strip, _split(word, ",")):  # a comma at the end adds none
+    for part in filter(str.strip, _split(word, ",")):  # a final comma adds none
         name, equals, text = (piece.strip() for piece in part.partition("="))
         if equals and name.isidentifier():
             found.append((name, text))
@@ -137,7 +137,7 @@ def _split(text: str, separators: str) -> list[str]:
 
 
 def _items(text: str, separators: str = ",+") -> list[str]:
-    """The items of a list, with or without brackets; a comma at its end adds none."""
+    """The items of a list, with or without brackets; a final comma adds none."""
     text = text.strip()
     parts = _split(text, separators)
     if text[:1] in ("(", "[") and text.endswith(_BRACKETS[text[0]]) and len(parts) == 1:
@@ -146,7 +146,7 @@ def _items(text: str, separators: str = ",+") -> list[str]:
 
 
 def _guess(text: str) -> Any:
-    """A value whose type nobody knows, such as an argument of a timm model."""
+    """A value of unknown type, such as an argument of a timm model."""
     text = text.strip()
     if text.lower() in _FLAGS or text.lower() in _NOTHING:
         return _FLAGS.get(text.lower())
@@ -162,7 +162,7 @@ def _guess(text: str) -> Any:
 
 
 def _guess_items(text: str) -> list[str] | None:
-    """The items of what is written as a list; None for one value."""
+    """The items of a value that is written as a list; None if it is a single value."""
     if text[:1] in ("(", "[") or "," in text:
         return _items(text, ",")
     summands = text.split("+")
@@ -181,7 +181,7 @@ def _mapping(text: str) -> Any:
 
 
 def read_value(value: Any, hint: Any, where: str) -> Any:
-    """Read a value by its type, from text or from what YAML made of it.
+    """Read a value by its type, from text or from YAML.
 
     `where` names the field in error messages.
     """
@@ -233,7 +233,7 @@ def _read_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ..
 
 
 def _read_word(value: Any, words: tuple[Any, ...], where: str) -> Any:
-    """One of some words; YAML reads 32 as a number and true as a flag where words are meant."""
+    """Read one of some words, which YAML may have parsed as a number (32) or a flag (true)."""
     text = str(value).lower() if isinstance(value, bool) else str(value).strip()
     for word in words:
         if str(word) == text:
@@ -261,7 +261,7 @@ def _read_plain(value: Any, kind: type, where: str) -> Any:
 
 
 def _read_number(value: Any, kind: type, where: str) -> Any:
-    """YAML reads 1e-3 as text, and 3 as a whole number where a float is meant."""
+    """Read a number, which YAML may have parsed as text (1e-3) or as another kind (3 for 3.0)."""
     try:
         number = kind(value)
         if float(number) == float(value):
@@ -306,7 +306,7 @@ def plain(value: Any) -> Any:
 def split_methods(texts: Iterable[str], *others: str) -> list[str]:
     """Split `tome,ltm:sites=3,5,ratio=0.5,ltmp` into methods, each with its settings.
 
-    `others` are further names that a command knows.
+    `others` are further names that a command accepts.
     """
     known = {*_method_types(), *_aliases(), *others}
     found: list[str] = []
@@ -321,7 +321,7 @@ def split_methods(texts: Iterable[str], *others: str) -> list[str]:
 
 
 def require_method(text: str, *others: str) -> None:
-    """Refuse what is no method, nor one of the `others` that a command knows."""
+    """Raise a ValueError unless the name is a method or one of the `others`."""
     known = [*_method_types(), *_aliases(), *others]
     if text.partition(":")[0] not in known:
         raise ValueError(f"method {text} is not known: choose from {', '.join(known)}")
@@ -335,14 +335,14 @@ def method_config(
     options: Iterable[str] = (),
     **settings: Any,
 ) -> MethodConfig:
-    """Read a method, `ltm`, `tome`, or with settings, `ltm:support=learned,sites=3,5,8`.
+    """Read a method such as `tome`, or one with settings: `ltm:support=learned,sites=3,5,8`.
 
     Args:
         text: the method's name or alias, with settings after a colon.
-        ratio: share of the multiply-adds to keep, unless the settings say how much to merge.
-        per_block: goes before `ratio`, as it is more exact.
+        ratio: share of the multiply-adds to keep, unless the settings give an amount.
+        per_block: share of tokens to keep in every block; takes precedence over `ratio`.
         options: further `name=value` words.
-        settings: further settings as Python values; words go before them.
+        settings: further settings as Python values; words take precedence.
     """
     from ltm.methods import config_from_dict
     from ltm.methods.base import AMOUNTS
@@ -379,16 +379,16 @@ def _aliases() -> dict[str, tuple[str, str]]:
 
 
 _TRANSFORMERS = "hf:"
-"""How the name of a network of Hugging Face transformers begins."""
+"""The prefix of names of Hugging Face transformers."""
 
 
 class SizeError(ValueError):
-    """A network that does not run on images of the size asked for."""
+    """The network does not take images of the requested size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Which network, and whose weights."""
+    """Which network to load, and with which weights."""
 
     model: str | None = None
     """timm's name of the network; hf:NAME is one of Hugging Face transformers with its weights, of
@@ -409,7 +409,7 @@ class ModelSource:
     """Further arguments of the model, such as depth=4."""
 
     def given(self) -> dict[str, bool]:
-        """Which options differ from their defaults."""
+        """For each option, whether it differs from its default."""
         return {f.name: getattr(self, f.name) != f.default for f in dataclasses.fields(self)}
 
     def load(
@@ -418,9 +418,9 @@ class ModelSource:
         """Make the network, in evaluation mode.
 
         Args:
-            untrained: allow a network without any weights, where only its speed matters.
+            untrained: allow a network without trained weights, as for measuring speed.
             merges: refuse a network that cannot be converted, before its weights are read.
-            say: is told which entry of a weights file was taken.
+            say: is told which entry of a weights file is used.
         """
         require_least("image_size", self.image_size)
         if self.pretrained and self.weights is not None:
@@ -448,7 +448,7 @@ class ModelSource:
         return built.eval()
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments for timm, besides the name."""
+        """The arguments for timm, besides the name."""
         arguments = read_words(self.model_args, owner="model_args")
         if self.num_classes is not None:
             arguments["num_classes"] = self.num_classes
@@ -461,7 +461,7 @@ class ModelSource:
 
     @property
     def origin(self) -> str:
-        """Whose weights these are."""
+        """Where the weights come from."""
         if self.run is not None:
             return f"the saved network {self.run.name}"
         if self.model is not None and self.model.startswith(_TRANSFORMERS):
@@ -469,7 +469,7 @@ class ModelSource:
         return "timm's own" if self.pretrained else str(self.weights and self.weights.name)
 
     def _host(self) -> nn.Module | None:
-        """The host of a saved run where its name is given; else the run says how to make it."""
+        """The network of a saved run, made by its name; None if no name is given."""
         if self.model is None:
             shape = ("num_classes", "image_size", "model_args")
             refuse_given({name: getattr(self, name) for name in shape}, "a saved run")
@@ -508,7 +508,7 @@ class ModelSource:
         if bias is not None:
             arguments["num_classes"] = len(bias)
         model = create_model(name, arguments)
-        # Weights trained at another size: a model of that size has their shapes.
+        # The weights may have been trained at the requested size, and have the shapes of that size.
         if misfits(model, weights):
             resized = self._resized(arguments)
             model = model if resized is None or misfits(resized, weights) else resized
@@ -516,7 +516,7 @@ class ModelSource:
         return model
 
     def _resized(self, arguments: Mapping[str, Any]) -> nn.Module | None:
-        """The network made for the size asked for; None where none is, or timm cannot be told."""
+        """The network made for the requested size; None if there is none or timm cannot make it."""
         if self.image_size is None:
             return None
         try:
@@ -531,12 +531,12 @@ Network = Union["nn.Module", str, Path, "ModelSource"]
 
 
 def open_model(model: Network, device: torch.device | None = None, **options: Any) -> nn.Module:
-    """Take a network as it is, or load it.
+    """Return a network as it is, or load it.
 
     Args:
-        model: the network, or what names it.
-        device: where to; a network that is there already is copied, so that it stays where it is.
-        options: of `ModelSource.load`.
+        model: the network, or a name of it.
+        device: where the result should be; a given network is copied there.
+        options: those of `ModelSource.load`.
     """
     from ltm.core.finite import require_finite
 
@@ -549,7 +549,7 @@ def open_model(model: Network, device: torch.device | None = None, **options: An
 
 
 def source_of(model: Network) -> ModelSource | None:
-    """Where a network comes from; None for one that is there already."""
+    """The source that a name stands for; None if `model` is a network itself."""
     if isinstance(model, ModelSource):
         return model
     if isinstance(model, str | Path):
@@ -560,7 +560,7 @@ def source_of(model: Network) -> ModelSource | None:
 
 
 def saved_config(run: Path) -> dict[str, Any] | None:
-    """The config.json of a saved network or detector, or of a training run; None without one."""
+    """The config.json in the folder of a network, a detector or a training run; None if none."""
     from ltm.api.folders import CONFIG, read_config, saved_folder
 
     folder = saved_folder(run)
@@ -577,7 +577,7 @@ def name_of(model: Network) -> str:
 
 
 def refuse_given(options: Mapping[str, object], owner: str) -> None:
-    """Refuse options that would be ignored, since their owner says it all."""
+    """Raise a ValueError for options that would be ignored, because the owner decides them."""
     for name, value in options.items():
         if value:
             raise ValueError(f"--{name.replace('_', '-')}: {owner} has its own; leave it out")
@@ -626,11 +626,11 @@ def _created(
 
 
 class ArgumentsError(ValueError):
-    """Arguments that a timm model does not have."""
+    """A timm model does not take these arguments."""
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that timm does not know, and say which it may have meant."""
+    """Raise a ValueError with suggestions for a name that timm does not know."""
     import timm
 
     if name.startswith(("ltm_", "demo_")):
@@ -655,14 +655,17 @@ def _load_run(run: Path, host: nn.Module | None, *, verify: bool) -> nn.Module:
 
 
 def _resize_(model: nn.Module, image_size: int | None) -> None:
-    """Set another input size; a network that takes any size, as with a stem, only records it."""
+    """Set another input size; a network that takes any size only records it."""
+    from ltm.core.cost import channels_of
+
     if image_size is None:
         return
     host: Any = model
     built = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if built is None:
         known = getattr(model, "pretrained_cfg", None) or {}
-        host.pretrained_cfg = {**known, "input_size": (3, image_size, image_size)}
+        size = channels_of(model), image_size, image_size
+        host.pretrained_cfg = {**known, "input_size": size}
         return
     _check_patches(model, image_size)
     if tuple(built) == (image_size, image_size):
@@ -675,13 +678,13 @@ def _resize_(model: nn.Module, image_size: int | None) -> None:
         raise _size_refused(image_size) from error
 
 
-# --- What is wrong with a name or a size, said before any weights are read -----------------------
+# --- Checks of names and sizes, before any weights are read --------------------------------------
 
 
 def _check_host(
     name: str, arguments: Mapping[str, Any], image_size: int | None, *, merges: bool
 ) -> None:
-    """Refuse a name that timm does not know, a size that does not fit and what cannot merge."""
+    """Raise a ValueError for an unknown name, a size that does not fit, or what cannot merge."""
     check_name(name)
     made = outline(name, arguments)
     if made is None:
@@ -694,7 +697,7 @@ def _check_host(
 
 
 def outline(name: str, arguments: Mapping[str, Any]) -> nn.Module | None:
-    """The network on the meta device, which takes no time; None where that fails."""
+    """The network on `meta`, which takes no time; None if that fails."""
     import timm
     import torch
 
@@ -708,7 +711,7 @@ def outline(name: str, arguments: Mapping[str, Any]) -> nn.Module | None:
 
 
 def _check_patches(model: nn.Module, image_size: int | None) -> None:
-    """Refuse a size that patches do not divide; the network's own size is fine."""
+    """Raise an error for a size that patches do not divide, unless it is the network's own."""
     embedding: Any = getattr(model, "patch_embed", None)
     sides = getattr(embedding, "patch_size", None)
     if image_size is None or not isinstance(sides, tuple):
@@ -725,7 +728,7 @@ def _check_patches(model: nn.Module, image_size: int | None) -> None:
 
 
 def _check_forward(model: nn.Module, image_size: int | None) -> None:
-    """Refuse a size at which the network fails, tried without computing anything."""
+    """Raise an error for a size at which the network fails; tried on `meta`."""
     from ltm.adapters.base import select_adapter
     from ltm.core.cost import meta_copy, meta_images, run_on_meta
 
@@ -748,7 +751,7 @@ def _size_refused(image_size: int) -> SizeError:
     )
 
 
-# --- Weights: read without unpickling, and loaded strictly or not at all -------------------------
+# --- Weights: only tensors are read, and loaded strictly or not at all ---------------------------
 
 _ENTRIES = {
     "state_dict_ema": "the moving average of the weights",
@@ -756,15 +759,15 @@ _ENTRIES = {
     "state_dict": "the weights",
     "model": "the weights",
 }
-"""Where others keep a state dict in their checkpoints; averaged weights go first."""
+"""The entries of checkpoints that may hold a state dict; averaged weights take precedence."""
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _DAMAGED = "the file is damaged, or holds more than tensors; copy it again or save its state dict"
 
 
 def read_weights(path: Path, say: Say = silent) -> dict[str, Tensor]:
-    """Read a state dict in float32, whatever it is stored in; nothing but tensors is unpickled.
+    """Read a state dict, in float32 whatever its precision; nothing but tensors is unpickled.
 
-    `say` is told which entry of a checkpoint was taken.
+    `say` is told which entry of a checkpoint is used.
     """
     import torch
 
@@ -798,9 +801,9 @@ def _read_file(path: Path) -> Any:
         if suffix == ".safetensors":
             return load_file(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about files that are refused in a moment
+            warnings.simplefilter("ignore")  # torch warns of files that it then refuses
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch advises to unpickle it all the same
+    except pickle.UnpicklingError as error:  # torch's message advises to unpickle anyway
         raise ValueError(f"weights {path} cannot be read: {_DAMAGED}") from error
     except (SafetensorError, RuntimeError, EOFError, KeyError) as error:
         raise ValueError(
@@ -811,16 +814,16 @@ def _read_file(path: Path) -> Any:
 def load_weights_(
     model: nn.Module, weights: Mapping[str, Tensor], problem: str, *, new_head: bool = False
 ) -> list[str]:
-    """Load weights strictly, or say what does not fit, and change nothing.
+    """Load weights strictly; if they do not fit, raise a ValueError and change nothing.
 
     Args:
-        model: takes the weights; mergers that the file knows nothing of stay as they are.
-        weights: in the model's keys.
-        problem: how the error begins.
-        new_head: leave a head for other classes out, so that it starts anew.
+        model: takes the weights; mergers without weights in the file stay as they are.
+        weights: with the keys of the model.
+        problem: how the error message begins.
+        new_head: leave out a head for other classes, so that the model keeps its own.
 
     Returns:
-        What was left out.
+        The names that were left out.
     """
     from ltm.api.saving import misfits
     from ltm.core.finite import require_finite
@@ -856,7 +859,7 @@ def head_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def num_classes_of(model: nn.Module) -> int:
-    """The number of classes of a model; none is an error."""
+    """The number of classes of a model; a ValueError if it has none."""
     number = int(getattr(model, "num_classes", 0) or 0)
     if number == 0:
         raise ValueError("model: it has no classes to evaluate; take one with a head")
@@ -864,7 +867,7 @@ def num_classes_of(model: nn.Module) -> int:
 
 
 def read_class_names(path: Path) -> tuple[str, ...]:
-    """Names from a text file, one a line, or from the `label_names` of a config.json."""
+    """Names from a text file, one per line, or from the `label_names` of a config.json."""
     if not path.is_file():
         raise FileNotFoundError(f"class names are to come from {path}: there is no such file")
     text = path.read_text(encoding="utf-8")
@@ -881,9 +884,9 @@ def read_class_names(path: Path) -> tuple[str, ...]:
 
 
 def check_classes(model: nn.Module, class_names: Sequence[str], source: str) -> None:
-    """Refuse data whose labels are not the model's classes.
+    """Raise a ValueError if the classes of the data are not those of the model.
 
-    Fewer classes than the model's are fine where folders are named by class index (0000, 0001).
+    Data may have fewer classes if its folders are named by class index (0000, 0001).
     """
     from ltm.api.saving import telling_names
 

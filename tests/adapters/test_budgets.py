@@ -7,6 +7,8 @@ import timm
 import torch
 
 import ltm
+from ltm.adapters.blocks import TokenState
+from ltm.adapters.planning import _MacCounter
 from ltm.models import method_config
 from toys import pictures, toy
 
@@ -155,3 +157,18 @@ def test_a_number_of_tokens_that_cannot_leave_is_refused():
     with pytest.raises(ValueError, match="give one of ratio, per_block, counts and num_tokens"):
         ltm.LTM(num_tokens=9, ratio=0.5)
     assert method_config("ltm:num_tokens=9", 0.7) == ltm.LTM(num_tokens=9)
+
+
+def test_a_block_that_is_called_by_keyword_is_counted_once():
+    class Host(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = torch.nn.Linear(8, 8)
+
+        def forward(self, images):
+            return self.block(input=images.flatten(2))
+
+    with torch.device("meta"):
+        host, images = Host(), torch.empty(1, 3, 2, 4)
+    counter = _MacCounter(host, images)
+    assert [counter.count([host.block], None, TokenState()) for _ in range(2)] == [3 * 64] * 2

@@ -5,7 +5,8 @@ import torch
 from timm.models.swin_transformer import WindowAttention
 
 from ltm.adapters.grids import stretch, stretch_by_products
-from ltm.adapters.swin import Windows
+from ltm.adapters.swin import WindowMerge, Windows
+from ltm.core.merge import DenseMerge
 
 
 @pytest.mark.parametrize("size", [(4, 4), (3, 7), (12, 2)])
@@ -36,3 +37,11 @@ def test_windows_by_one_copy_attend_as_windows_cut_step_by_step(grid, shift, siz
         torch.testing.assert_close(windows.attend(attention, x, size), step_by_step)
         if size is not None:
             size.copy_(torch.randint(1, 5, size.shape))  # what is kept of sizes follows them
+
+
+def test_windows_merge_the_sizes_of_a_batch():
+    windows = Windows((4, 4), (2, 2), (0, 0))
+    inner = DenseMerge.from_support(torch.ones(12, 4, 1))
+    merge = WindowMerge(inner=inner, windows=windows)
+    size = torch.rand(3, 16)
+    assert torch.allclose(merge.sizes(size).sum(1), size.sum(1))

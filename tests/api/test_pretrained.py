@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 import ltm
+from ltm.api.pretrained import processor_entries
 from ltm.data.config import DataConfig
 from ltm.data.transforms import evaluation_transform
 from ltm.evaluation.images import expected_images
@@ -47,6 +48,11 @@ def vit(folder):
 def dinov2(folder):
     sizes = {"size": {"shortest_edge": 54}, "crop_size": {"height": 48, "width": 48}}
     return folder("Dinov2", transformers.BitImageProcessor(**sizes), mlp_ratio=2)
+
+
+def test_a_processor_may_leave_its_resampling_open():
+    assert processor_entries({"resample": None}, 48)["interpolation"] == "bicubic"
+    assert processor_entries({"resample": 2}, 48)["interpolation"] == "bilinear"
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2"])

@@ -7,7 +7,7 @@ import torch
 from timm.utils import ModelEmaV3
 
 import ltm
-from ltm.api import mergers
+from ltm.api import fit_, measure_share, mergers
 from ltm.core.mask_gradient import weigh
 from toys import pictures, size_of, toy
 
@@ -146,6 +146,21 @@ def test_a_loader_that_can_be_gone_through_once_is_refused_at_the_door():
     with pytest.raises(ValueError, match=r"loader: got a generator, .* needed 2 times"):
         ltm.collect_statistics_(model, (batch for batch in [images]))
     assert all(merger.active for _, merger in mergers(model))
+
+
+def test_a_share_without_merging_is_one():
+    model = toy("vit")
+    ltm.merge_tokens_(model, ltm.ToMe(ratio=1))
+    assert measure_share(model, [pictures("vit")]) == pytest.approx(1)
+
+
+def test_a_share_needs_images_that_can_be_read_again():
+    model = toy("vit")
+    ltm.merge_tokens_(model, ltm.LTMP(ratio=0.8))
+    with pytest.raises(ValueError, match="batches: they hold no images"):
+        fit_(model, [])
+    with pytest.raises(ValueError, match=r"batches: got a generator, .* needed several times"):
+        fit_(model, (batch for batch in [pictures("vit")]))
 
 
 @pytest.mark.parametrize(

@@ -140,3 +140,12 @@ def test_tiles_of_pairs_decide_as_all_pairs_at_once(num_prefix, known, monkeypat
     for one, other in zip(whole, decide(), strict=True):
         assert torch.equal(one.leaves, other.leaves)
         assert torch.equal(one.target[one.leaves], other.target[one.leaves])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_stays_alone(value):
+    tokens, attention = torch.randn(2, 46, 24), torch.rand(2, 46)
+    tokens[0, 8, 3] = value
+    found = match_least_harm(tokens, Rule(num_leaving=25, num_prefix=1), attention=attention)
+    assert not found.leaves[0, 8]
+    assert not (found.leaves[0] & (found.target[0] == 8)).any()

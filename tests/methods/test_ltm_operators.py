@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from ltm.api import merge_maps, merge_tokens_, set_ratio_, token_counts, unmerge_tokens_
-from ltm.core.matching import (
-    Rule,
-    by_attention,
-    match_least_harm,
-    match_unimportant,
-    squared_distances,
-)
+from ltm.core import matching
+from ltm.core.matching import Rule, by_attention, match_least_harm, match_unimportant
 from ltm.methods import LTM, ByFamily, Learned, Matched
 from ltm.methods.base import Hints, Site, config_from_dict
 from ltm.methods.ltm.matched import MatchingMerger, Operator
@@ -164,7 +159,8 @@ def test_all_pairs_are_compared_where_that_is_cheap() -> None:
 
 def test_distances_in_one_product() -> None:
     x, y = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
-    assert torch.allclose(squared_distances(x, y), torch.cdist(x, y) ** 2, rtol=1e-5)
+    found = matching._squared_distances(x, x.square().sum(-1), y, y.square().sum(-1))
+    assert torch.allclose(found, torch.cdist(x, y) ** 2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", SEQUENCES)

@@ -1,4 +1,4 @@
-"""The contract of a family of networks: where it merges, how it is converted; and the families."""
+"""The contract of a family of networks, and the registry of families."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from ltm.methods.base import MethodConfig, Site
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block of a host network, before anything is converted."""
+    """One transformer block of a host network."""
 
     path: str
-    module: nn.Module
+    """Its module path."""
     width: int
+    """Channels of a token."""
     stage: int
-    """The number of its stage: consecutive blocks at one resolution."""
+    """The index of its stage; blocks of a stage have one resolution."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive blocks on one sequence of tokens; after the last, all tokens are restored."""
+    """Consecutive blocks on one sequence of tokens; after the last one all tokens are restored."""
 
     num_in: int
     grid: Grid
@@ -39,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places where a network can merge, at one input size."""
+    """Where a network can merge, at one input size."""
 
     blocks: tuple[Block, ...]
     num_prefix: int
@@ -47,15 +48,15 @@ class Layout:
     runs: tuple[Run, ...]
     """The sequences of tokens, for methods that keep no grid."""
     entry: Grid | None = None
-    """The grid at the first block of a grid network; None for sequences."""
+    """The grid at the first block of a grid network; None on sequence networks."""
     multiple: int = 1
-    """Sides of the grid should be multiples of this, to fit windows or the next stage."""
+    """The sides of merged grids should be multiples of this, to fit windows or the next stage."""
     sites: tuple[int, ...] | None = None
-    """The blocks of a grid network that merge if a method prefers few; None: all of them."""
+    """The blocks of a grid network that merge if a method prefers few; None means all."""
 
     @property
     def is_sequence(self) -> bool:
-        """Tokens are one sequence from the first block to the last."""
+        """Whether the tokens are one sequence from the first block to the last."""
         return self.entry is None
 
     @property
@@ -66,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """What was done to a model. It is kept on the model, as `token_merging`."""
+    """What was done to a model; the model holds it as `token_merging`."""
 
     family: str
     config: MethodConfig
@@ -79,14 +80,14 @@ class Conversion:
 
     @property
     def sizes(self) -> Tensor | None:
-        """Patches that each token of the last forward stands for, prefix included.
+        """How many patches each token of the last forward stands for, prefix included.
 
-        `b t`, or `1 t` where all images are alike; None where nothing was merged.
+        `b t`, or `1 t` if it is the same for all images; None if nothing was merged.
         """
         return self.leaving().size
 
     def leaving(self, features: Tensor | None = None) -> Tokens:
-        """What is known about these features, or about the features of the last forward."""
+        """What is known about these features, or about those of the last forward."""
         known = None if features is None else self.state.recall(features)
         if known is not None or not self.sites:
             return known or Tokens()
@@ -98,15 +99,15 @@ class Adapter(ABC):
 
     family: ClassVar[str]
     covers: ClassVar[str]
-    """For error messages: what this family accepts."""
+    """The networks of this family, for error messages."""
     shrinks_maps: ClassVar[bool] = False
-    """Whether merged tokens shrink its maps, which costs dense tasks precision."""
+    """Whether merging shrinks its feature maps, which costs dense tasks precision."""
 
     hosts: ClassVar[tuple[type[nn.Module], ...]]
-    """A network that holds one of these modules belongs to this family."""
+    """A model that contains one of these modules belongs to this family."""
 
     def finds(self, model: nn.Module) -> bool:
-        """Whether the model belongs to this family."""
+        """Whether a model belongs to this family."""
         return any(isinstance(module, self.hosts) for module in model.modules())
 
     @abstractmethod
@@ -115,54 +116,54 @@ class Adapter(ABC):
 
     @abstractmethod
     def layout(self, model: nn.Module, image_size: tuple[int, int]) -> Layout:
-        """Where the model can merge. `model` is a copy on `meta` and may be run."""
+        """Where the model can merge; `model` is a copy on `meta`, which may be run."""
 
     @abstractmethod
     def convert_(
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        """Turn every block into a merging block, with a merger where there is a site."""
+        """Turn each block into a merging one, with a merger if it is a site."""
 
     @abstractmethod
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules whose cost depends on the shape of their input and their sites alone."""
+        """The modules whose cost depends only on the shape of their input and on their sites."""
 
     @abstractmethod
     def revert_(self, model: nn.Module) -> None:
         """Undo `convert_`."""
 
     def networks(self) -> tuple[type[nn.Module], ...]:
-        """Classes of networks that `config.json` of a saved folder may name, besides timm's."""
+        """Classes besides timm's that the `config.json` of a saved folder may name."""
         return ()
 
     def saved_entries(self, model: nn.Module) -> dict[str, Any] | None:
-        """What `config.json` says of such a network; None where timm makes it by its name."""
+        """The entries of `config.json` for such a network; None for networks of timm."""
         return None
 
     def give_scores_(self, model: nn.Module) -> None:  # noqa: B027 - timm's networks do
-        """Let a classifier of another package take images and give scores, as timm's do."""
+        """Make a classifier of another package take images and return scores, as timm's do."""
 
     def image_size(self, model: nn.Module) -> int | tuple[int, int] | None:
-        """The images that such a network is for, where it does not say so as timm's do."""
+        """The image size of a network that does not tell it the way timm's do; else None."""
         return None
 
     def take_images_(self, model: nn.Module) -> None:  # noqa: B027 - most networks do
-        """Let a network that takes something else take images."""
+        """Make a network that takes something else, such as patches, take images."""
 
     def host_arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Arguments with which timm makes the network again, besides those of all networks."""
+        """Arguments that timm needs to make the network again, besides the usual ones."""
         return {}
 
     @contextmanager
     def pausing(self, model: nn.Module) -> Iterator[None]:
-        """Give the blocks back for a while what conversion fitted to fewer tokens."""
+        """Undo inside what conversion fitted to fewer tokens, while merging is off."""
         yield
 
 
 def observed_shapes(
     meta_model: nn.Module, modules: Sequence[nn.Module], image_size: tuple[int, int]
 ) -> list[tuple[int, ...]]:
-    """The shape of what enters each module, from one forward on `meta`."""
+    """The shape of each module's first input, from a forward on `meta`."""
     shapes: dict[nn.Module, tuple[int, ...]] = {}
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -181,7 +182,7 @@ _ADAPTERS: list[Adapter] = []
 
 
 def register(adapter: type[Adapter]) -> type[Adapter]:
-    """Make a family known. Families that contain another's blocks are registered before it."""
+    """Register a family; one that contains the blocks of another has to come before it."""
     _ADAPTERS.append(adapter())
     return adapter
 
@@ -192,33 +193,33 @@ def unregister(adapter: type[Adapter]) -> None:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """All known families, in the order in which they are asked."""
+    """All registered families, in the order in which they are tried."""
     return tuple(_ADAPTERS)
 
 
 def adapter_of(family: str) -> Adapter:
-    """The adapter of a family by name."""
+    """The adapter of a family, by its name."""
     return next(adapter for adapter in _ADAPTERS if adapter.family == family)
 
 
 _FAMILIES_OF = {"transformers": "ltm.adapters.transformers"}
-"""Families of other packages, which are imported when a network of theirs comes."""
+"""Modules with the families of other packages; imported once they are needed."""
 
 
 def import_families(packages: Iterable[str]) -> None:
-    """Make the families of these packages known, where there are any."""
+    """Register the families of these packages, if there are any."""
     for package in set(packages) & _FAMILIES_OF.keys():
         import_module(_FAMILIES_OF[package])
 
 
 def find_adapter(model: nn.Module) -> Adapter | None:
-    """The family that a model belongs to, if there is one."""
+    """The family of a model; None if there is none."""
     import_families(type(module).__module__.partition(".")[0] for module in model.modules())
     return next((adapter for adapter in _ADAPTERS if adapter.finds(model)), None)
 
 
 def select_adapter(model: nn.Module) -> Adapter:
-    """The family that a model belongs to; what cannot be converted is refused by name."""
+    """The family of a model; a ValueError says why a model cannot be converted."""
     adapter = find_adapter(model)
     if adapter is not None:
         reason = adapter.refusal(model)

@@ -1,15 +1,15 @@
 """Merging blocks, and the state that travels between them with the tokens of one forward pass.
 
-Conversion swaps the class of a host block for a subclass of it that merges between its children;
-the block gains one child, `merger`. Undoing swaps the class back.
+Conversion replaces the class of a host block by a subclass that merges between its children; the
+block gets one more child, `merger`. Undoing puts the class back.
 
-`timm` runs its blocks one after the other with nothing but the tokens between them, so what a
-merge leaves behind (sizes, the carry, the merges so far) waits in a frame: the network opens one
-for a forward, block i reads what enters block i and writes what enters block i + 1. There is no
-hook, so stopping early, copying and exporting need no care.
+timm passes nothing but tokens from block to block, so the rest (sizes, carry, merges so far) is
+kept in a frame. The network opens a frame at the start of a forward; block i reads what enters
+block i and writes what enters block i + 1. There are no hooks, so stopping early, copying and
+exporting work without special care.
 
-Checkpointed inputs and returned features are looked up by tensor identity: gradient checkpointing
-runs a block again with the same input, and a head may be given features of an earlier forward.
+Gradient checkpointing runs a block again on the same input, and a head may be given features of an
+earlier forward. So such inputs and features are also looked up by tensor identity.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tokens:
-    """What is known about the tokens that enter a block."""
+    """What is known about the tokens between two blocks, besides the tokens themselves."""
 
     size: Tensor | None = None
-    """Patches per token, prefix included; None while all are ones."""
+    """Patches per token, prefix included; None while all are one."""
     carry: Tensor | None = None
+    """What the last site passes on to the next one, in `Hints.carry`."""
     merges: tuple[Merge, ...] = ()
     """All merges since the tokens were patches."""
     labels: Tensor | None = None
-    """True labels of the images, where somebody announced them."""
+    """True labels of the images, if given by `announcing`."""
     patches: Grid | None = None
-    """The shape in which a sequence's tokens stood while they were patches."""
+    """The patch grid that the tokens of a sequence come from, if known."""
     positions: Tensor | None = None
-    """The patch at whose place each token stands, `b t`, prefix included; None: its own."""
+    """The index of the patch whose position each token takes, `b t`, prefix included; None while
+    no token has left."""
     grid: Grid | None = None
-    """The rectangle that the tokens form now, where they form one."""
+    """The grid that the tokens form now, if they do."""
 
 
 def require_sizes(size: Tensor, x: Tensor) -> None:
-    """Refuse features of which nothing is known: sizes are those of another batch."""
+    """Raise a ValueError if the known sizes belong to a batch of another size."""
     if not torch.compiler.is_compiling() and size.shape[0] not in (1, x.shape[0]):
         raise ValueError(
             f"forward_head: got features of {x.shape[0]} images, and the last forward had "
@@ -64,7 +66,7 @@ def require_sizes(size: Tensor, x: Tensor) -> None:
 
 @dataclass(eq=False)
 class Record:
-    """One site's part of a forward pass that somebody watches."""
+    """What happened at one block of a forward, for `watching`."""
 
     block: int
     merger: Merger | None
@@ -78,23 +80,23 @@ class Record:
 
 @dataclass(eq=False)
 class Frame:
-    """One forward pass: what its blocks leave for those after them."""
+    """What the blocks of one forward leave for later ones."""
 
     patches: Grid | None = None
     size: Tensor | None = None
-    """Of the tokens that enter the first block: zeros are padding. None: all are ones."""
+    """Sizes of the tokens that enter the first block; zeros are padding, None means all ones."""
     labels: Tensor | None = None
     tokens: dict[int, Tokens] = field(default_factory=dict)
     """What is known about the tokens that enter each block."""
     projected: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
-    """The outputs of each block's projections to queries and keys, until they are read."""
+    """Outputs of recorded projections, by block and part, until they are read."""
     pool: Tensor | None = None
-    """The token sizes of the last map, `b h w`, until the head has read them."""
+    """Token sizes of the last map, `b h w`, until the head has read them."""
 
 
 @dataclass(eq=False)
 class _Thread(threading.local):
-    """One thread's frames: of its forward, and of blocks that a backward pass runs again."""
+    """The frames of one thread: of its forward, and of blocks that a backward runs again."""
 
     frame: Frame = field(default_factory=Frame)
     again: Frame = field(default_factory=Frame)
@@ -104,7 +106,7 @@ class _Thread(threading.local):
 
 
 def _backward() -> int:
-    """The backward pass that is running, as `torch.utils.checkpoint` asks it itself; -1: none."""
+    """The running backward pass, as `torch.utils.checkpoint` asks for it; -1 if there is none."""
     return torch._C._current_graph_task_id()  # pyright: ignore # noqa: PGH003, SLF001
 
 
@@ -114,16 +116,17 @@ class TokenState:
     def __init__(self) -> None:
         self._thread = _Thread()
         self._latest = self._thread.frame
-        """The last forward of any thread: backward passes have threads of their own."""
+        """The frame of the last forward in any thread: a backward runs in a thread of its own."""
         self._traced = Frame()
-        """A graph is traced once for all threads, and tracers cannot look into thread-locals."""
+        """The frame in compiled graphs: they are traced once for all threads, and tracers cannot
+        read thread-locals."""
         self._known = WeakTensorKeyDictionary()
         self._announced: Tensor | None = None
-        """The labels that graphs see."""
+        """The labels in compiled graphs."""
         self.has_warned = False
-        """Whether somebody was told that the network gives fewer tokens."""
+        """Whether the warning about fewer tokens was given."""
         self.merging = True
-        """Whether blocks merge at all; one switch for all threads, as autograd has its own."""
+        """Whether blocks merge; one switch for all threads, because a backward has its own."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> TokenState:
         return TokenState()
@@ -144,10 +147,7 @@ class TokenState:
         return thread.again
 
     def _read(self, look: Callable[[Frame], _T | None]) -> _T | None:
-        """What a frame holds: what is not there was left by others.
-
-        By the forward that runs again, or by a block that is compiled.
-        """
+        """Read from the frame; else from that of the forward that runs again, or of a graph."""
         found = look(self.frame)
         if found is not None or torch.compiler.is_compiling():
             return found
@@ -155,9 +155,10 @@ class TokenState:
         return look(self._traced) if found is None else found
 
     def open(self, patches: Grid | None = None) -> None:
-        """Forget the forward before: called by the network and, where it runs alone, a first block.
+        """Start a forward with an empty frame.
 
-        The network itself, because a first block that is compiled cannot reach a thread's frame.
+        The network calls it, because a compiled first block cannot reach the frame of a thread. A
+        first block calls it too where it may run alone.
         """
         if not torch.compiler.is_compiling():
             if _backward() != -1:
@@ -167,7 +168,7 @@ class TokenState:
         self._traced = Frame(patches=patches)
 
     def fresh(self, grid: Grid | None = None) -> Tokens:
-        """Patches that nothing has merged yet."""
+        """What is known about patches before any merge."""
         if torch.compiler.is_compiling():
             frame = self._traced
             return Tokens(labels=self._announced, patches=frame.patches, size=frame.size, grid=grid)
@@ -177,7 +178,7 @@ class TokenState:
         return Tokens(labels=labels, patches=frame.patches, size=frame.size, grid=grid)
 
     def enter(self, index: int, x: Tensor, *, starts: bool) -> Tokens:
-        """What is known about the tokens that enter a block; `starts`: they are patches."""
+        """What is known about the tokens that enter a block; with `starts` they are patches."""
         if torch.compiler.is_compiling():
             if not starts and index not in self._traced.tokens:
                 raise RuntimeError(
@@ -186,8 +187,8 @@ class TokenState:
                 )
             tokens = self.fresh() if starts else self._traced.tokens[index]
         elif _backward() == -1:
-            # Written out: functions called from here may be compiled by themselves, and would see
-            # the frame of graphs.
+            # Written out, because a function called from here may be compiled on its own, and would
+            # then use the frame of graphs.
             frame, left = self._thread.frame, self._traced.tokens.get(index)
             known = None if starts else frame.tokens.get(index) or left
             tokens = known or Tokens(
@@ -196,7 +197,7 @@ class TokenState:
             if torch.is_grad_enabled():
                 self.remember(x, tokens)
         else:
-            # Run again, maybe after other forwards and on a thread of autograd's own.
+            # A backward runs the block again, maybe after other forwards and in another thread.
             tokens = self.recall(x)
             if tokens is None and not starts:
                 tokens = self._read(lambda frame: frame.tokens.get(index))
@@ -205,7 +206,7 @@ class TokenState:
         return tokens
 
     def leave(self, index: int, tokens: Tokens) -> None:
-        """Note what is known about the tokens that leave a block."""
+        """Set what is known about the tokens that leave a block."""
         self.frame.tokens[index + 1] = tokens
 
     def left_by(self, index: int) -> Tokens:
@@ -213,8 +214,8 @@ class TokenState:
         return self._read(lambda frame: frame.tokens.get(index + 1)) or Tokens()
 
     def take_projected(self, index: int, part: int = 0) -> Tensor:
-        """A block's queries and keys, read once: what is large does not outlive its use."""
-        # Not deleted: graphs put back all entries of a dictionary that has lost one.
+        """The output of a recorded projection; read once, to free its memory."""
+        # Set to None, not deleted: a graph restores all entries of a dictionary that has lost one.
         key = (index, part)
         found = self.frame.projected.get(key)
         self.frame.projected[key] = None
@@ -224,23 +225,23 @@ class TokenState:
         return found
 
     def take_pool(self) -> Tensor | None:
-        """The token sizes of the last map, read once."""
+        """The token sizes of the last map; read once, to free their memory."""
         found, self.frame.pool = self.frame.pool, None
         if found is None and not torch.compiler.is_compiling():
             found, self._traced.pool = self._traced.pool, None
         return found
 
     def last_pool(self) -> Tensor | None:
-        """The token sizes of the last map, which stay."""
+        """The token sizes of the last map, without removing them."""
         return self._read(lambda frame: frame.pool)
 
     def remember(self, x: Tensor, tokens: Tokens) -> None:
-        """Know a tensor by itself, for as long as somebody holds it."""
+        """Store what is known under the tensor itself, for as long as the tensor exists."""
         if not torch.compiler.is_compiling():
             self._known[x] = tokens
 
     def recall(self, x: Tensor) -> Tokens | None:
-        """What is known about a tensor by itself."""
+        """What was stored under a tensor."""
         return None if torch.compiler.is_compiling() else self._known.get(x)
 
     @property
@@ -263,7 +264,7 @@ class TokenState:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Merge nothing in the forwards (and backwards) inside."""
+        """Merge nothing in forwards and backwards inside."""
         before, self.merging = self.merging, False
         try:
             yield
@@ -272,7 +273,7 @@ class TokenState:
 
     @contextmanager
     def announcing(self, labels: Tensor | None) -> Iterator[None]:
-        """Let mergers see the true labels of the forwards inside."""
+        """Give mergers the true labels in forwards inside."""
         before = self._thread.labels
         self._thread.labels = self._announced = labels
         try:
@@ -289,21 +290,22 @@ class Slot:
     index: int
     """Position among the network's blocks."""
     starts: bool
-    """Tokens are patches again when they enter this block."""
+    """Whether the tokens that enter this block are patches."""
     proportional: bool
+    """Whether attention is proportional."""
     counting: float = 1.0
-    """The power of the sizes that the attention counts, where it is proportional."""
+    """The power of the token size in proportional attention."""
     site: Site | None = None
     opens: bool = False
-    """A forward pass begins at this block."""
+    """Whether a forward begins at this block."""
     last: bool = False
-    """The head comes after this block."""
+    """Whether the head comes after this block."""
     hands_on: bool = True
-    """A later site of the same stage takes up what this one hands on."""
+    """Whether a later site of the same stage reads what this one passes on."""
     num_projections: int = 1
-    """Projections that are recorded for queries and keys, where the merger needs them."""
+    """How many projections are recorded for queries and keys."""
     original: dict[str, Any] = field(default_factory=dict)
-    """Host attributes to give back when the conversion is undone."""
+    """Host attributes to restore when the conversion is undone."""
 
 
 class MergingMixin(nn.Module):
@@ -312,44 +314,44 @@ class MergingMixin(nn.Module):
     slot: Slot
     merger: Merger | None
     needs_positions: ClassVar[bool] = False
-    """Attention depends on where tokens stand, so that merged ones need a position."""
+    """Whether attention depends on positions, so that merged tokens need one."""
 
     @property
     def keeps_grid(self) -> bool:
-        """Tokens form a grid after the merge, if they did before."""
+        """Whether tokens that form a grid before the merge form one after it."""
         return self.merger is None or self.merger.keeps_grid
 
     def entering(self, x: Tensor) -> Tokens:
-        """What is known about the tokens that come in."""
+        """What is known about the tokens that enter."""
         slot = self.slot
         if slot.opens:
             slot.state.open()
         return slot.state.enter(slot.index, x, starts=slot.starts)
 
     def look(self, *projected: Any, **context: Any) -> dict[str, Tensor]:
-        """The hints that a merger needs.
+        """The hints that a merger needs, from queries and keys.
 
-        Given are the outputs of the block's recorded projections (in most families one, `qkv`),
-        the sizes of the tokens, and the names of the hints.
+        `projected` are the outputs of the recorded projections (in most families one, `qkv`), then
+        the token sizes and the names of the hints.
         """
         raise NotImplementedError
 
     def decide(self, z: Tensor, hints: Hints, **context: Any) -> Decision:
-        """Ask the merger, with the hints that it needs added to those that are at hand."""
+        """Call the merger, with the hints that it needs added."""
         merger = cast("Merger", self.merger)
         if merger.needs:
             slot = self.slot
             parts = range(slot.num_projections)
             projected = [slot.state.take_projected(slot.index, part) for part in parts]
             found = self.look(*projected, hints.size, merger.needs, **context)
-            del projected  # as large as all that a merger makes
+            del projected  # it is as large as everything that a merger makes
             hints = dataclasses.replace(hints, **found)
         return merger(z, hints)
 
     def merge(
         self, z: Tensor, tokens: Tokens, *, grid: Grid | None = None, **context: Any
     ) -> tuple[Tensor, Tokens, Merge | None]:
-        """Decide, merge, and note down what the next block has to know."""
+        """Decide, merge, and leave what is known for the next block."""
         slot, site, merger = self.slot, self.slot.site, self.merger
         hints, decision, merged = None, None, z
         grid = grid if self.keeps_grid else None
@@ -391,14 +393,72 @@ class MergingMixin(nn.Module):
         return merged, tokens, None if decision is None else decision.merge
 
 
+class HalvesMixin(MergingMixin):
+    """A block of two halves, attention and MLP, that merges between them."""
+
+    norm1: Any
+    norm2: Any
+    mlp: Any
+    drop_path1: Any
+    drop_path2: Any
+
+    def attended(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The first half without its residual; `attend` is the attention."""
+        raise NotImplementedError
+
+    def transformed(self, z: Tensor) -> Tensor:
+        """The second half without its residual."""
+        raise NotImplementedError
+
+
+class PreNormMixin(HalvesMixin):
+    """Each half normalises its input and scales its output."""
+
+    ls1: Any
+    ls2: Any
+
+    def attended(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        return self.drop_path1(self.ls1(attend(self.norm1(x))))
+
+    def transformed(self, z: Tensor) -> Tensor:
+        return self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
+
+
+class GammaMixin(HalvesMixin):
+    """Each half normalises its input and scales its output by a parameter, if it has one."""
+
+    gamma_1: Tensor | None
+    gamma_2: Tensor | None
+
+    def attended(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        return self.drop_path1(_scaled(attend(self.norm1(x)), self.gamma_1))
+
+    def transformed(self, z: Tensor) -> Tensor:
+        return self.drop_path2(_scaled(self.mlp(self.norm2(z)), self.gamma_2))
+
+
+def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:
+    return x if gamma is None else gamma * x
+
+
+class PostNormMixin(HalvesMixin):
+    """Each half normalises its output."""
+
+    def attended(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        return self.drop_path1(self.norm1(attend(x)))
+
+    def transformed(self, z: Tensor) -> Tensor:
+        return self.drop_path2(self.norm2(self.mlp(z)))
+
+
 class SizedMixin(MergingMixin):
-    """A block whose attention takes the sizes of tokens as a mask."""
+    """A block whose attention takes the token sizes as a mask."""
 
     class_token: bool
-    """Whether the first token is one; there may be registers without it."""
+    """Whether the first token is a class token; there may be registers without one."""
 
     def sizes(self, tokens: Tokens, mask: Tensor | None, is_causal: bool) -> Tensor | None:
-        """What the attention has to know of the sizes; masks are for tokens that are whole."""
+        """The sizes for attention; after a merge, masks of the original tokens are refused."""
         if (mask is not None or is_causal) and tokens.merges:
             raise ValueError("attn_mask: masks of the original tokens do not fit merged ones.")
         return tokens.size if self.slot.proportional else None
@@ -407,7 +467,7 @@ class SizedMixin(MergingMixin):
 def make_slots(
     config: MethodConfig, sites: Sequence[Site], state: TokenState, starts: Sequence[bool]
 ) -> list[Slot]:
-    """A slot per block, `starts` saying at which blocks tokens are patches again."""
+    """A slot per block; `starts` says at which blocks tokens are patches."""
     by_block = {site.block: site for site in sites}
     taken_up = _taken_up({site.block for site in sites if site.merges}, starts)
     return [
@@ -426,7 +486,7 @@ def make_slots(
 
 
 def _taken_up(merging: Collection[int], starts: Sequence[bool]) -> list[bool]:
-    """Of every block, whether one of the blocks after it in its stage merges."""
+    """For each block, whether a later block of its stage merges."""
     found, later = [], False
     for index in reversed(range(len(starts))):
         found.append(later)
@@ -435,12 +495,12 @@ def _taken_up(merging: Collection[int], starts: Sequence[bool]) -> list[bool]:
 
 
 def become_(module: Any, kind: type[nn.Module]) -> None:
-    """Swap the class of a module; everything it holds stays."""
+    """Change the class of a module, and nothing else."""
     module.__class__ = kind
 
 
 class RecordedProjection(nn.Module):
-    """A projection of the host whose output the block may read once, for queries and keys."""
+    """A host projection to queries and keys whose output its block may read once."""
 
     recorded: tuple[TokenState, int, int]
     """The state, the index of the block, and which of its projections this is."""
@@ -462,7 +522,7 @@ class RecordedConv2d(RecordedProjection, nn.Conv2d):
 
 
 class RecordedIdentity(RecordedProjection, nn.Identity):
-    """A recorded place where queries or keys could be normalised, and are not."""
+    """A recorded identity in place of a norm of queries or keys."""
 
 
 class RecordedLayerNorm(RecordedProjection, LayerNorm):
@@ -478,7 +538,7 @@ _RECORDED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def record_(projection: nn.Module, state: TokenState, index: int, part: int = 0) -> None:
-    """Make a projection leave its output in the state, whatever its class (LoRA's, for example)."""
+    """Make a projection of any class, LoRA's included, leave its output in the state."""
     host = type(projection)
     if host not in _RECORDED:
         _RECORDED[host] = type(f"Recorded{host.__name__}", (RecordedProjection, host), {})
@@ -487,7 +547,7 @@ def record_(projection: nn.Module, state: TokenState, index: int, part: int = 0)
 
 
 def stop_recording_(projection: nn.Module) -> tuple[TokenState, int, int] | None:
-    """Undo `record_`; returns what it was given, if it was."""
+    """Undo `record_`, and return its arguments; None if it was not recorded."""
     if not isinstance(projection, RecordedProjection):
         return None
     recorded = projection.recorded
@@ -499,9 +559,9 @@ def stop_recording_(projection: nn.Module) -> tuple[TokenState, int, int] | None
 def convert_block_(
     block: Any, config: MethodConfig, slot: Slot, merging: type[nn.Module], *projections: nn.Module
 ) -> None:
-    """A host block becomes a merging one; its projections are recorded where the merger needs them.
+    """Turn a host block into a merging one, and record its projections if the merger needs them.
 
-    The merger comes on the device of the block's weights.
+    The merger is made on the device of the block's weights.
     """
     merger, site = None, slot.site
     if site is not None and site.merges:
@@ -515,6 +575,20 @@ def convert_block_(
         for part, projection in enumerate(projections):
             record_(projection, slot.state, slot.index, part)
     become_(block, merging)
+
+
+def run_projection_(slot: Slot, attention: Any) -> None:
+    """Make timm run `qkv`, which can then be recorded, instead of only reading its weights.
+
+    timm adds the bias in place, so the recorded output has it.
+    """
+    slot.original["qkv_bias_separate"] = attention.qkv_bias_separate
+    attention.qkv_bias_separate = True
+
+
+def inverted(kinds: dict[type[nn.Module], type[nn.Module]]) -> dict[Any, type[nn.Module]]:
+    """The classes to go back to, by the classes that conversion gives."""
+    return {merging: host for host, merging in kinds.items()}
 
 
 def revert_block_(block: Any, host: type[nn.Module], *projections: nn.Module) -> None:

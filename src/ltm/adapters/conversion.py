@@ -1,4 +1,4 @@
-"""Plan, then convert: the one way into and out of a converted model."""
+"""Plan and convert a model, and undo it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def convert_(
 ) -> Conversion:
     """Convert a model, or raise a ValueError and leave it as it was.
 
-    `schedule` says where and how much to merge where that is known: a plan that was saved.
+    `schedule` replaces the amounts and sites of the config if they are known, as from a file.
     """
     adapter = select_adapter(model)
     planner = Planner(model, adapter, schedule or config, image_size)
@@ -60,7 +60,7 @@ def convert_(
 
 
 def revert_(model: nn.Module) -> None:
-    """Give a model back as it was before `convert_`."""
+    """Undo `convert_`."""
     adapter_of(getattr(model, ATTRIBUTE).family).revert_(model)
     embed_by_convolution_(model)
     delattr(model, ATTRIBUTE)
@@ -72,7 +72,7 @@ def mergers_of(model: nn.Module) -> dict[str, Merger]:
 
 
 def macs_of(model: nn.Module, image_size: tuple[int, int]) -> int:
-    """MACs of one image as plans count them: mask modules at work, also before statistics."""
+    """MACs of one image, with the informative step counted even before it has statistics."""
     shadow, adapter = meta_copy(model), find_adapter(model)
     if adapter is not None:
         adapter.take_images_(shadow)
@@ -81,8 +81,8 @@ def macs_of(model: nn.Module, image_size: tuple[int, int]) -> int:
     return require_macs(shadow, meta_images(shadow, image_size))
 
 
-def macs_without(model: nn.Module, image_size: tuple[int, int]) -> int:
-    """MACs of one image in a converted model as it was before."""
+def _macs_without(model: nn.Module, image_size: tuple[int, int]) -> int:
+    """MACs of one image in a converted model before its conversion."""
     shadow = meta_copy(model)
     adapter_of(getattr(model, ATTRIBUTE).family).take_images_(shadow)
     revert_(shadow)
@@ -90,7 +90,7 @@ def macs_without(model: nn.Module, image_size: tuple[int, int]) -> int:
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """How a converted model merges, as plain values: the entry `token_merging` of a folder."""
+    """How a converted model merges, as plain values: the entry `token_merging` in files."""
     done: Conversion = getattr(model, ATTRIBUTE)
     return {
         **done.config.to_dict(),
@@ -123,7 +123,7 @@ def warn_of_fewer(model: nn.Module, tokens: Tokens) -> None:
 
 @torch.no_grad()
 def adopt_(model: nn.Module, learned: dict[str, Merger]) -> None:
-    """Hand what earlier mergers have learned to those that took their places."""
+    """Copy what earlier mergers have learned to the new ones in their places."""
     for name, merger in mergers_of(model).items():
         if name in learned:
             merger.adopt_(learned[name])
@@ -131,9 +131,9 @@ def adopt_(model: nn.Module, learned: dict[str, Merger]) -> None:
 
 @contextmanager
 def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Give every module back its class and what it held, where anything inside fails.
+    """If anything inside fails, restore the class and the attributes of every module.
 
-    Tensors are not copied: what is changed inside is put in their places, not into them.
+    Tensors are not copied, so the code inside may replace them but not write into them.
     """
     before = [(module, type(module), _held(module)) for module in model.modules()]
     try:
@@ -147,15 +147,15 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes; its parameters, buffers and children are in dictionaries of theirs."""
+    """A module's attributes, with copies of its dicts of parameters, buffers and children."""
     return {n: v.copy() if isinstance(v, dict) else v for n, v in vars(module).items()}
 
 
 class Resizable(nn.Module):
-    """The parts of timm's interface that change what a conversion was planned for."""
+    """The parts of timm's interface that change the size or the classes of a network."""
 
     def set_input_size(self, *args: Any, **options: Any) -> None:
-        """Timm's own, on the model as it was; the conversion is planned anew, or nothing done."""
+        """Timm's own; the conversion is planned anew. On an error nothing is changed."""
         if not hasattr(super(), "set_input_size"):
             raise ValueError(
                 "set_input_size: this network takes any size and timm gives it none; convert it "
@@ -176,9 +176,9 @@ class Resizable(nn.Module):
             adopt_(self, learned)
 
     def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
-        """Timm's own; class statistics of the old classes are forgotten, the cost counted anew.
+        """Timm's own; class statistics are dropped, and MACs counted anew.
 
-        Those of a frozen model cannot be: it is refused.
+        A frozen model that needs its statistics is refused.
         """
         done: Conversion | None = getattr(self, ATTRIBUTE, None)
         if done is not None and done.frozen and any(m.active for m in mergers_of(self).values()):
@@ -190,12 +190,12 @@ class Resizable(nn.Module):
         device = next(self.parameters()).device
         for merger in mergers_of(self).values():
             merger.reset_classes_(num_classes)
-            merger.to(device).train(merger.training)  # What is new in it too.
+            merger.to(device).train(merger.training)  # its new modules, too
         conversion = getattr(self, ATTRIBUTE, None)
         if isinstance(conversion, Conversion):
             sites = tuple(
                 dataclasses.replace(site, num_classes=num_classes) for site in conversion.sites
             )
             size = conversion.image_size
-            counted = {"macs_before": macs_without(self, size), "macs_after": macs_of(self, size)}
+            counted = {"macs_before": _macs_without(self, size), "macs_after": macs_of(self, size)}
             setattr(self, ATTRIBUTE, dataclasses.replace(conversion, sites=sites, **counted))

@@ -1,6 +1,6 @@
 """EfficientViT (MIT): merge the map after the linear attention, before the local convolutions.
 
-Merging is linear, so merging `X + attention(X)` once is merging both with the same mask.
+Merging is linear, so merging `X + attention(X)` is the same as merging both with one mask.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ltm.methods.base import MethodConfig, Site
 
 
 class SizedKernel(nn.Module):
-    """The kernel function of linear attention, times the token sizes: proportional attention.
+    """The kernel function of linear attention times the token sizes: proportional attention.
 
-    It is applied to queries as well, whose scale cancels.
+    It is applied to queries, too, where the scale cancels.
     """
 
     def __init__(self, kernel: nn.Module, slot: Slot) -> None:
@@ -76,9 +76,9 @@ class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
         return linear_attention_hints(cast("LiteMLA", self.context_module.main), qkv, needs)
 
     def local_on_merged(self, merged: Tensor, merge: Merge, grid: Grid) -> Tensor:
-        """The local module, its 1 x 1 convolutions on merged tokens.
+        """The local module with its 1 x 1 convolutions on merged tokens.
 
-        The spatial convolution sees the restored grid, and at the end the grid is whole again.
+        The spatial convolution runs on the restored grid, and the output is a full grid.
         """
         local = cast("MBConv", self.local_module.main)
         line = (merged.shape[1], 1)
@@ -91,14 +91,14 @@ class MergingEfficientVitBlock(MergingMixin, EfficientVitBlock):
 def linear_attention_hints(
     attention: LiteMLA, qkv: Tensor, needs: frozenset[str]
 ) -> dict[str, Tensor]:
-    """Mean keys, and the attention that tokens receive, of linear attention."""
+    """The mean keys of linear attention, and the attention that each token receives."""
     heads = qkv.flatten(2).unflatten(1, (-1, 3, attention.dim))
     query, key = attention.kernel_func(heads[:, :, 0]), attention.kernel_func(heads[:, :, 1])
     found: dict[str, Tensor] = {}
     if "keys" in needs:
         found["keys"] = heads[:, :, 1].mean(dim=1).transpose(1, 2)
     if needs & {"importance", "attention"}:
-        # Each query's attention sums to one, so their mean is one query, rescaled.
+        # The attention of each query sums to one, so its mean over queries is that of one query.
         total = (query * key.sum(dim=-1, keepdim=True)).sum(dim=2, keepdim=True) + attention.eps
         asking = (query / total).mean(dim=-1, keepdim=True)
         received: Tensor = (asking * key).sum(dim=2).mean(dim=1)
@@ -116,7 +116,7 @@ class MergingEfficientVitLarge(MergingGridModel, EfficientVitLarge):
 
 @register
 class EfficientViTAdapter(GridAdapter):
-    """timm's `EfficientVit` and `EfficientVitLarge`, whole or as feature extractors."""
+    """timm's `EfficientVit` and `EfficientVitLarge`, also as feature extractors."""
 
     family: ClassVar[str] = "efficientvit"
     hosts: ClassVar[tuple[type[nn.Module], ...]] = (EfficientVitBlock,)

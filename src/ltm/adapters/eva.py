@@ -1,7 +1,7 @@
 """Eva: EVA-02, DINOv3, Perception Encoder and other ViTs with rotary positions.
 
-Rotary positions are angles by which queries and keys are turned, so a merged token has to stand
-somewhere. It stands where the token stood that stayed; `ANGLES` has the other choices.
+Rotary positions turn queries and keys by angles, so a merged token needs a position. It takes that
+of the token that stayed; `ANGLES` has other choices.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
 from torch import Tensor, nn
 
 from ltm.adapters.base import register
-from ltm.adapters.blocks import SizedMixin, Tokens
+from ltm.adapters.blocks import GammaMixin, HalvesMixin, PostNormMixin, SizedMixin, Tokens
 from ltm.adapters.sequences import MergingSequenceModel, SequenceAdapter
-from ltm.core.attention import Rotation, attend_sized, has_kernel, hints_of, size_bias, turn
+from ltm.core.attention import Rotation, attend_sized, has_kernel, hints_of, size_bias
 
 
-def kept_angles(rope: Rotation, tokens: Tokens) -> Rotation:
-    """Of the tokens that stayed."""
+def _kept_angles(rope: Rotation, tokens: Tokens) -> Rotation:
+    """The angles of the tokens that stayed."""
     return rope._replace(positions=tokens.positions)
 
 
-def mean_sines(rope: Rotation, tokens: Tokens) -> Rotation:
+def _mean_sines(rope: Rotation, tokens: Tokens) -> Rotation:
     """The mean sines and cosines of a group: its score is the mean of its members' scores."""
-    angles = torch.cat([rope.sines, rope.cosines], dim=-1).expand(len(_at(tokens)), -1, -1, -1)
+    assert tokens.positions is not None
+    angles = torch.cat([rope.sines, rope.cosines], -1).expand(tokens.positions.shape[0], -1, -1, -1)
     flat = nn.functional.pad(angles.transpose(1, 2).flatten(2), (0, 0, rope.num_prefix, 0))
     for merge in tokens.merges:
         flat = merge.average(flat)
@@ -36,36 +37,49 @@ def mean_sines(rope: Rotation, tokens: Tokens) -> Rotation:
     return rope._replace(sines=sines, cosines=cosines)
 
 
-def mean_angles(rope: Rotation, tokens: Tokens) -> Rotation:
-    """The mean angles of a group, its members weighing as in the merge."""
-    mean = mean_sines(rope, tokens)
+def _mean_angles(rope: Rotation, tokens: Tokens) -> Rotation:
+    """The mean angles of a group, weighted as in the merge."""
+    mean = _mean_sines(rope, tokens)
     length = torch.hypot(mean.sines, mean.cosines).clamp_min(1e-6)
     return mean._replace(sines=mean.sines / length, cosines=mean.cosines / length)
 
 
-def _at(tokens: Tokens) -> Tensor:
-    assert tokens.positions is not None
-    return tokens.positions
-
-
 ANGLES: dict[str, Callable[[Rotation, Tokens], Rotation]] = {
-    "kept": kept_angles,
-    "mean": mean_angles,
-    "mean_sines": mean_sines,
+    "kept": _kept_angles,
+    "mean": _mean_angles,
+    "mean_sines": _mean_sines,
 }
-"""Where a merged token can stand."""
+"""The position that a merged token can take."""
 
 
-class RotaryMixin(SizedMixin):
-    """A block whose attention turns queries and keys by the places of their tokens."""
+class RotaryMixin(SizedMixin, HalvesMixin):
+    """A block whose attention turns queries and keys by the positions of their tokens."""
 
     attn: Any
     needs_positions: ClassVar[bool] = True
     angles: ClassVar[str] = "kept"
     """One of `ANGLES`."""
 
-    def turned(self, rope: Tensor | None, tokens: Tokens) -> Rotation | None:
-        """The angles of the tokens that there are."""
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        tokens = self.entering(x)
+        rotation = self.rotation(rope, tokens)
+
+        def attend(y: Tensor) -> Tensor:
+            masks = {"attn_mask": attn_mask, "is_causal": is_causal}
+            return self.attend(y, rope, rotation, tokens, **masks)
+
+        z = x + self.attended(x, attend)
+        z, *_ = self.merge(z, tokens, rotation=rotation)
+        return z + self.transformed(z)
+
+    def rotation(self, rope: Tensor | None, tokens: Tokens) -> Rotation | None:
+        """The angles of the tokens, at the positions that they take."""
         if rope is None:
             return None
         while rope.ndim < 4:  # timm has `n d`, or `heads n d`; dropping patches adds the batch
@@ -77,23 +91,24 @@ class RotaryMixin(SizedMixin):
         return ANGLES[self.angles](whole, tokens) if tokens.merges else whole
 
     def attend(
-        self, x: Tensor, rope: Tensor | None, tokens: Tokens, **masks: Any
-    ) -> tuple[Tensor, Rotation | None]:
-        """What the attention gives, and the angles that it used."""
+        self,
+        x: Tensor,
+        rope: Tensor | None,
+        rotation: Rotation | None,
+        tokens: Tokens,
+        **masks: Any,
+    ) -> Tensor:
+        """The output of the attention, with tokens weighted by size."""
         layer, power = self.attn, self.slot.counting
         size = self.sizes(tokens, masks["attn_mask"], masks["is_causal"])
-        turned = self.turned(rope, tokens)
         if size is not None and _is_plain(layer) and has_kernel(layer, x, layer.head_dim):
-            query, key, value = _projected(layer, x)
-            if turned is not None:
-                query, key = turn(query, turned), turn(key, turned)
-            attended = attend_sized(query, key, value, size, layer.scale, power)
-            return layer.proj_drop(layer.proj(layer.norm(attended))), turned
+            attended = attend_sized(*_projected(layer, x), size, layer.scale, power, rotation)
+            return layer.proj_drop(layer.proj(layer.norm(attended)))
         if size is not None:
             masks["attn_mask"] = size_bias(size, x.dtype, power)
-        if turned is not None and tokens.merges:
-            rope = torch.cat(turned.gathered(), dim=-1)
-        return layer(x, rope=rope, **masks), turned
+        if rotation is not None and tokens.merges:
+            rope = torch.cat(rotation.gathered(), dim=-1)
+        return layer(x, rope=rope, **masks)
 
     def look(
         self,
@@ -101,31 +116,24 @@ class RotaryMixin(SizedMixin):
         key: Tensor,
         size: Tensor | None,
         needs: frozenset[str],
-        rope: Rotation | None = None,
+        rotation: Rotation | None = None,
     ) -> dict[str, Tensor]:
-        """From queries and keys, `b heads t d`; keys are compared before they are turned."""
-        content = key.mean(dim=1)
+        """The hints of a merger, from queries and keys `b heads t d`."""
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        query, key = query.transpose(1, 2), key.transpose(1, 2)
-        needs_scores = needs - {"keys"}
-        if rope is not None and needs_scores:
-            # The class token has no place.
-            only_first = self.class_token and needs_scores == {"importance"}
-            query, key = query if only_first else turn(query, rope), turn(key, rope)
-        found = hints_of(
-            query,
-            key,
+        return hints_of(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
             self.attn.scale,
             size,
-            needs_scores,
+            needs,
             self.slot.counting,
             class_token=self.class_token,
+            rotation=rotation,
         )
-        return found | ({"keys": content} if "keys" in needs else {})
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether the layer is nothing but projections, norms and a softmax."""
+    """Whether the layer has only projections, norms and a softmax."""
     drops = layer.training and layer.attn_drop.p > 0
     groups = getattr(layer, "num_kv_groups", 1)
     return not drops and groups == 1 and getattr(layer, "gate", None) is None
@@ -141,49 +149,17 @@ def _projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bias = torch.cat([layer.q_bias, layer.k_bias, layer.v_bias])
         parts = nn.functional.linear(x, layer.qkv.weight, bias).chunk(3, dim=-1)
     query, key, value = (part.unflatten(-1, (layer.num_heads, -1)) for part in parts)
-    # The norms are recorded, in the layout in which the layer calls them.
+    # The norms may be recorded, so they are called with the layout that the layer uses.
     query, key = layer.q_norm(query.transpose(1, 2)), layer.k_norm(key.transpose(1, 2))
     return query.transpose(1, 2), key.transpose(1, 2), value
 
 
-class MergingEvaBlock(RotaryMixin, EvaBlock):
+class MergingEvaBlock(GammaMixin, RotaryMixin, EvaBlock):
     """An `EvaBlock` that merges its attention output."""
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        tokens = self.entering(x)
-        masks = {"attn_mask": attn_mask, "is_causal": is_causal}
-        attended, turned = self.attend(self.norm1(x), rope, tokens, **masks)
-        z = x + self.drop_path1(_scaled(attended, self.gamma_1))
-        z, *_ = self.merge(z, tokens, rope=turned)
-        return z + self.drop_path2(_scaled(self.mlp(self.norm2(z)), self.gamma_2))
 
-
-class MergingEvaBlockPostNorm(RotaryMixin, EvaBlockPostNorm):
+class MergingEvaBlockPostNorm(PostNormMixin, RotaryMixin, EvaBlockPostNorm):
     """An `EvaBlockPostNorm` that merges its attention output."""
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        tokens = self.entering(x)
-        masks = {"attn_mask": attn_mask, "is_causal": is_causal}
-        attended, turned = self.attend(x, rope, tokens, **masks)
-        z = x + self.drop_path1(self.norm1(attended))
-        z, *_ = self.merge(z, tokens, rope=turned)
-        return z + self.drop_path2(self.norm2(self.mlp(z)))
-
-
-def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:
-    return x if gamma is None else gamma * x
 
 
 class MergingEva(MergingSequenceModel, Eva):
@@ -208,5 +184,5 @@ class EvaAdapter(SequenceAdapter):
     attention: ClassVar[tuple[type[nn.Module], ...]] = (EvaAttention, AttentionRope)
 
     def projections(self, block: Any) -> tuple[nn.Module, ...]:
-        """The norms of queries and keys: all that every kind of projection passes through."""
+        """The norms of queries and keys, which exist for every kind of projection."""
         return block.attn.q_norm, block.attn.k_norm

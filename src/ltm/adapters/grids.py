@@ -1,4 +1,4 @@
-"""What grid networks share: maps as tokens, pooling by size, feature maps at their nominal size."""
+"""What grid networks share: maps as tokens, pooling by size, feature maps at full size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from timm.models._features import FeatureListNet, feature_take_indices
 from torch import Tensor, nn
 
 from ltm.adapters.base import Adapter, Block
-from ltm.adapters.blocks import Tokens, TokenState, become_, require_sizes
+from ltm.adapters.blocks import Tokens, TokenState, become_, inverted, require_sizes
 from ltm.adapters.conversion import Resizable
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
 
-SMALL_MAP = 64
-"""Sides up to which products stretch a map faster than torch's own kernel on a GPU."""
+_SMALL_MAP = 64
+"""Up to this side, matrix products resample a map faster than torch's own kernel on a GPU."""
 
 
 def map_to_tokens(x: Tensor) -> Tensor:
@@ -33,18 +33,18 @@ def tokens_to_map(x: Tensor, grid: Grid) -> Tensor:
 
 
 def stretch(x: Tensor, size: Sequence[int]) -> Tensor:
-    """A map at another size, bilinear.
+    """Resample a map bilinearly.
 
-    On a GPU torch has a thread for every pixel of one map, and small maps leave it idle: two
-    products are many times as fast.
+    torch's GPU kernel has a thread per pixel of one map, so small maps leave the GPU idle. Two
+    matrix products are many times faster.
     """
-    if x.is_cuda and max(*x.shape[2:], *size) <= SMALL_MAP:
+    if x.is_cuda and max(*x.shape[2:], *size) <= _SMALL_MAP:
         return stretch_by_products(x, size)
     return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
 
 
 def stretch_by_products(x: Tensor, size: Sequence[int]) -> Tensor:
-    """The same, rows and columns apart, in single precision whatever surrounds it."""
+    """Resample rows and columns by matrix products, in single precision even under autocast."""
     rows, columns = (
         _linear(before, after, x) for before, after in zip(x.shape[2:], size, strict=True)
     )
@@ -53,13 +53,13 @@ def stretch_by_products(x: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _linear(num_in: int, num_out: int, like: Tensor) -> Tensor:
-    """Weights `n m` of linear interpolation."""
+    """The matrix `n m` of linear interpolation."""
     each = torch.eye(num_in, device=like.device)[None]
     return F.interpolate(each, size=num_out, mode="linear", align_corners=False)[0]
 
 
 class SizedPool(SelectAdaptivePool2d):
-    """Average pooling by token size: a token that stands for more patches weighs more."""
+    """Average pooling with tokens weighted by size."""
 
     state: TokenState
 
@@ -78,7 +78,7 @@ class SizedPool(SelectAdaptivePool2d):
 def restore_maps(
     maps: Sequence[Tensor], image: Grid, reductions: Sequence[int], *, channels_last: bool = False
 ) -> list[Tensor]:
-    """Feature maps at the sizes that their strides promise."""
+    """Resample feature maps to the sizes that their strides imply."""
 
     def restore(feature: Tensor, reduction: int) -> Tensor:
         nominal = [-(-side // reduction) for side in image]
@@ -91,18 +91,18 @@ def restore_maps(
 
 
 def _require_images(x: Tensor) -> None:
-    """Refuse an empty batch, which timm's grid networks cannot reshape."""
+    """Raise a ValueError for an empty batch, which timm's grid networks cannot reshape."""
     if not torch.compiler.is_compiling() and x.shape[0] == 0:
         raise ValueError("images: got an empty batch; this network needs at least one image.")
 
 
 class MergingGridModel(Resizable):
-    """A converted grid network: intermediates come at their nominal size."""
+    """A converted grid network: it pools by size, and its intermediates have their full size."""
 
     token_state: TokenState
 
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        """Timm's own; what comes out is known to the head, also after other forwards."""
+        """Timm's own; the head knows the sizes of these features, even after other forwards."""
         _require_images(x)
         state = self.token_state
         state.open()
@@ -111,21 +111,21 @@ class MergingGridModel(Resizable):
         return features
 
     def forward_head(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        """Timm's own, on features of whichever forward."""
+        """Timm's own, on features of any forward."""
         known = self.token_state.recall(x)
         if known is not None:
             self.token_state.frame.pool = known.size
         return super().forward_head(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
 
     def reset_classifier(self, num_classes: int, *args: Any, **options: Any) -> None:
-        """As for all networks; a new pool knows sizes too."""
+        """As for all networks; a new pool also pools by size."""
         super().reset_classifier(num_classes, *args, **options)
         _size_pools_(self, self.token_state)
 
     def forward_intermediates(
         self, x: Tensor, indices: int | list[int] | None = None, *args: Any, **options: Any
     ) -> Any:
-        """Timm's own, with every map resampled to the size that its stride promises."""
+        """Timm's own, with maps resampled to the sizes that their strides imply."""
         _require_images(x)
         info = cast("Any", self).feature_info
         self.token_state.open()
@@ -153,7 +153,7 @@ class MergingFeatures(FeatureListNet):
 
 
 def shrunk_maps(network: nn.Module, x: Tensor) -> list[Tensor]:
-    """The maps of a converted grid network before they are resampled to their strides."""
+    """The maps of a converted grid network before they are resampled to full size."""
     if isinstance(network, FeatureListNet):
         return FeatureListNet.forward(network, x)
     inner = getattr(network, "model", None)
@@ -165,7 +165,7 @@ def shrunk_maps(network: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def _size_pools_(model: nn.Module, state: TokenState) -> None:
-    """Let the pools of a network weigh tokens by size."""
+    """Make the pools of a network weight tokens by size."""
     for module in model.modules():
         if type(module) is SelectAdaptivePool2d:
             become_(module, SizedPool)
@@ -173,10 +173,10 @@ def _size_pools_(model: nn.Module, state: TokenState) -> None:
 
 
 class GridAdapter(Adapter):
-    """A family whose networks work on maps. Its units are the host's blocks, `hosts`."""
+    """A family whose networks work on maps; its units are the blocks in `hosts`."""
 
     models: ClassVar[dict[type[nn.Module], type[nn.Module]]]
-    """What its networks become."""
+    """The classes of its networks, and what they become."""
     merging: ClassVar[type[nn.Module]]
     """What its units become."""
 
@@ -184,11 +184,11 @@ class GridAdapter(Adapter):
     def convert_units_(
         self, units: list[Any], config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
-        """Turn every unit into a merging one."""
+        """Turn the units into merging ones."""
 
     @abstractmethod
     def revert_unit_(self, unit: Any) -> None:
-        """Give a converted unit back."""
+        """Undo the conversion of a unit."""
 
     def refusal(self, model: nn.Module) -> str | None:
         return None
@@ -197,7 +197,7 @@ class GridAdapter(Adapter):
         return [module for module in model.modules() if isinstance(module, self.hosts)]
 
     def num_classes(self, model: nn.Module) -> int:
-        """The classes of a network, also inside another module; feature extractors have none."""
+        """The number of classes of a network, which may be inside another module; 0 if none."""
         found = (module for module in model.modules() if isinstance(module, tuple(self.models)))
         return int(getattr(next(found, model), "num_classes", 0) or 0)
 
@@ -205,19 +205,21 @@ class GridAdapter(Adapter):
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
     ) -> None:
         self.convert_units_(self.units(model), config, sites, state)
-        merging = {**self.models, FeatureListNet: MergingFeatures}
+        merging = self._networks()
         for module in model.modules():
             if type(module) in merging:
                 become_(module, merging[type(module)])
                 cast("Any", module).token_state = state
         _size_pools_(model, state)
 
+    def _networks(self) -> dict[type[nn.Module], type[nn.Module]]:
+        return {**self.models, FeatureListNet: MergingFeatures}
+
     def revert_(self, model: nn.Module) -> None:
         for unit in self.units(model):
             if isinstance(unit, self.merging):
                 self.revert_unit_(unit)
-        hosts = {merging: host for host, merging in self.models.items()}
-        hosts |= {MergingFeatures: FeatureListNet}
+        hosts = inverted(self._networks())
         for module in model.modules():
             if type(module) in hosts:
                 module.__dict__.pop("token_state", None)
@@ -230,16 +232,16 @@ class GridAdapter(Adapter):
 def blocks_by_width(
     model: nn.Module, modules: Sequence[nn.Module], widths: Sequence[int]
 ) -> tuple[Block, ...]:
-    """The blocks of a network, each stage of which has a width of its own."""
+    """The blocks of a network whose stages differ in width."""
     paths = {module: path for path, module in model.named_modules()}
     stages = sorted(set(widths))
     return tuple(
-        Block(paths[module], module, width, stages.index(width))
+        Block(paths[module], width, stages.index(width))
         for module, width in zip(modules, widths, strict=True)
     )
 
 
 def starts_of(widths: Sequence[int], config: MethodConfig) -> list[bool]:
-    """The first block of each stage (each has a width of its own); all, if grids are restored."""
+    """Whether patches enter each block: at the first one of a stage, or if grids are restored."""
     before = [None, *widths[:-1]]
     return [a != b or not config.keeps_grid() for a, b in zip(widths, before, strict=True)]

@@ -1,7 +1,6 @@
-"""MobileViT: transformer layers merge patches, and the block's shortcut follows.
+"""MobileViT: transformer layers merge patches, and the block's shortcut is merged alike.
 
-A token is a patch of a few pixels, and all its pixels share one mask: they go through a merge side
-by side, as one wide token.
+A token is a patch of a few pixels, which share one mask: a merge treats them as one wide token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from ltm.adapters.base import Block, Layout, Run, observed_shapes, register
 from ltm.adapters.blocks import (
-    MergingMixin,
+    PreNormMixin,
     Tokens,
     TokenState,
     become_,
@@ -31,35 +30,35 @@ from ltm.core.merge import restore_through
 from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig, Site
 
-EVEN = 2
-"""Sides of merged grids are multiples of it: the next stage halves them."""
+_EVEN = 2
+"""Sides of merged grids are multiples of this, since the next stage halves them."""
 
 
-def pixels_to_patches(x: Tensor, area: int) -> Tensor:
+def _pixels_to_patches(x: Tensor, area: int) -> Tensor:
     """`(b a) n c -> b n (a c)`: the pixels of a patch side by side."""
     return x.unflatten(0, (-1, area)).transpose(1, 2).flatten(2)
 
 
-def patches_to_pixels(x: Tensor, area: int) -> Tensor:
-    """`b n (a c) -> (b a) n c`, the inverse of `pixels_to_patches`."""
+def _patches_to_pixels(x: Tensor, area: int) -> Tensor:
+    """`b n (a c) -> (b a) n c`, the inverse of `_pixels_to_patches`."""
     return x.unflatten(2, (area, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def unfold(x: Tensor, patch: Grid) -> Tensor:
+def _unfold(x: Tensor, patch: Grid) -> Tensor:
     """`b c h w -> (b a) n c`: one sequence per pixel of a patch, patches in raster order."""
     b, c, h, w = x.shape
     x = x.reshape(b, c, h // patch[0], patch[0], w // patch[1], patch[1])
     return x.permute(0, 3, 5, 2, 4, 1).reshape(b * patch[0] * patch[1], -1, c)
 
 
-def fold(x: Tensor, patch: Grid, grid: Grid) -> Tensor:
-    """`(b a) n c -> b c h w`, the inverse of `unfold` for a grid of patches."""
+def _fold(x: Tensor, patch: Grid, grid: Grid) -> Tensor:
+    """`(b a) n c -> b c h w`, the inverse of `_unfold` for a grid of patches."""
     c = x.shape[2]
     x = x.reshape(-1, patch[0], patch[1], grid[0], grid[1], c)
     return x.permute(0, 5, 3, 1, 4, 2).reshape(-1, c, grid[0] * patch[0], grid[1] * patch[1])
 
 
-class MergingLayer(MergingMixin, HostBlock):
+class MergingLayer(PreNormMixin, HostBlock):
     """A transformer layer inside a MobileViT block."""
 
     attn: Any
@@ -70,14 +69,17 @@ class MergingLayer(MergingMixin, HostBlock):
     ) -> Tensor:
         tokens = self.entering(x)
         size = self.of_pixels(tokens.size) if self.slot.proportional else None
-        attended = attend(self.attn, self.norm1(x), size, mask=attn_mask, is_causal=is_causal)
-        z = x + self.drop_path1(self.ls1(attended))
-        patches, _, merge = self.merge(pixels_to_patches(z, self.area), tokens, grid=tokens.grid)
-        z = z if merge is None else patches_to_pixels(patches, self.area)
-        return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
+
+        def attend_by_size(y: Tensor) -> Tensor:
+            return attend(self.attn, y, size, mask=attn_mask, is_causal=is_causal)
+
+        z = x + self.attended(x, attend_by_size)
+        patches, _, merge = self.merge(_pixels_to_patches(z, self.area), tokens, grid=tokens.grid)
+        z = z if merge is None else _patches_to_pixels(patches, self.area)
+        return z + self.transformed(z)
 
     def of_pixels(self, size: Tensor | None) -> Tensor | None:
-        """The sizes of patches, for every pixel of them."""
+        """The sizes of the patches, repeated for their pixels."""
         if size is None or size.shape[0] == 1:
             return size
         return size.repeat_interleave(self.area, dim=0)
@@ -85,7 +87,7 @@ class MergingLayer(MergingMixin, HostBlock):
     def look(self, qkv: Tensor, size: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
         per_pixel = attention_hints(self.attn, qkv, self.of_pixels(size), needs, class_token=False)
         return {
-            name: pixels_to_patches(value, self.area)
+            name: _pixels_to_patches(value, self.area)
             if name == "keys"
             else value.unflatten(0, (-1, self.area)).mean(dim=1)
             for name, value in per_pixel.items()
@@ -93,7 +95,7 @@ class MergingLayer(MergingMixin, HostBlock):
 
 
 class MergingMobileVitBlock(MobileVitBlock):
-    """The paper's block for efficient transformers: one mask for the shortcut X and for Z."""
+    """The paper's block for efficient transformers: the shortcut X and Z share one mask."""
 
     slots: tuple[TokenState, int, int]
     """The state, the index of the first layer, and the index after the last."""
@@ -120,15 +122,15 @@ class MergingMobileVitBlock(MobileVitBlock):
         if stretched:
             x = stretch(x, whole)
         state.leave(first - 1, state.fresh(grid))
-        x = self.norm(self.transformer(unfold(x, patch)))
+        x = self.norm(self.transformer(_unfold(x, patch)))
         tokens = state.left_by(end - 1)
         out_grid = cast("Grid", tokens.grid)
         if out_grid != grid:
             shortcut = self.follow(shortcut, whole, tokens, out_grid)
         elif tokens.merges:
-            patches = pixels_to_patches(x, self.patch_area)
-            x = patches_to_pixels(restore_through(tokens.merges, patches), self.patch_area)
-        x = fold(x, patch, out_grid)
+            patches = _pixels_to_patches(x, self.patch_area)
+            x = _patches_to_pixels(restore_through(tokens.merges, patches), self.patch_area)
+        x = _fold(x, patch, out_grid)
         if stretched and out_grid == grid:
             x = stretch(x, (height, width))
         x = self.conv_proj(x)
@@ -137,11 +139,11 @@ class MergingMobileVitBlock(MobileVitBlock):
         return x
 
     def follow(self, shortcut: Tensor, whole: Grid, tokens: Tokens, grid: Grid) -> Tensor:
-        """The shortcut through the same masks; a map that was stretched stays stretched."""
+        """Merge the shortcut by the same masks; if it has to be stretched, it stays so."""
         patch = cast("Grid", tuple(self.patch_size))
         if tuple(shortcut.shape[2:]) != whole:
             shortcut = stretch(shortcut, whole)
-        patches = pixels_to_patches(unfold(shortcut, patch), self.patch_area)
+        patches = _pixels_to_patches(_unfold(shortcut, patch), self.patch_area)
         for merge in tokens.merges:
             patches = merge.average(patches)
         state, *_ = self.slots
@@ -150,7 +152,7 @@ class MergingMobileVitBlock(MobileVitBlock):
             for dim, side in enumerate(patch, start=1):
                 size = size.repeat_interleave(side, dim=dim)
             state.frame.pool = size
-        return fold(patches_to_pixels(patches, self.patch_area), patch, grid)
+        return _fold(_patches_to_pixels(patches, self.patch_area), patch, grid)
 
 
 class MergingMobileVit(MergingGridModel, ByobNet):
@@ -185,12 +187,12 @@ class MobileViTAdapter(GridAdapter):
             grid = (-(-shape[2] // patch[0]), -(-shape[3] // patch[1]))
             first = len(blocks)
             width = host.conv_1x1.out_channels * host.patch_area
-            blocks += [Block(paths[layer], layer, width, stage) for layer in host.transformer]
+            blocks += [Block(paths[layer], width, stage) for layer in host.transformer]
             runs.append(Run(grid[0] * grid[1], grid, tuple(range(first, len(blocks)))))
         classes = self.num_classes(model)
-        # As on Swin: merge where stages begin. Even grids give the next stage whole patches.
+        # As on Swin: merge at the start of stages. Even grids give the next stage whole patches.
         sites = tuple(run.blocks[0] for run in runs[:-1])
-        return Layout(tuple(blocks), 0, classes, tuple(runs), runs[0].grid, EVEN, sites)
+        return Layout(tuple(blocks), 0, classes, tuple(runs), runs[0].grid, _EVEN, sites)
 
     def convert_units_(
         self, units: list[Any], config: MethodConfig, sites: Sequence[Site], state: TokenState
@@ -201,7 +203,7 @@ class MobileViTAdapter(GridAdapter):
         for host in units:
             first, end = end, end + len(host.transformer)
             for layer, slot in zip(host.transformer, slots[first:end], strict=True):
-                # The host says what enters its first layer, so it opens the forward.
+                # The MobileViT block opens the forward, and says what enters its first layer.
                 slot.opens = slot.starts = False
                 convert_block_(layer, config, slot, MergingLayer, layer.attn.qkv)
                 layer.area = host.patch_area

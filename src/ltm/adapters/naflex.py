@@ -1,7 +1,7 @@
-"""NaFlexVit: images of their own sizes and aspects in one batch, padded to the longest.
+"""NaFlexVit: images of different sizes and aspect ratios in one batch, padded to the longest.
 
-A budget holds at the default size. Padding has size zero: it is the first to leave, and nothing
-merges with it. timm's mask covers it until the first merge, and the sizes after that.
+A budget holds at the default size. Padding has size zero: it leaves first, and no token merges with
+it. Until the first merge timm's own mask covers it, after that the token sizes do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PaddedMixin(SizedMixin):
         return tokens.size if self.slot.proportional else (tokens.size > 0).float()
 
     def merge(self, z: Tensor, tokens: Tokens, **context: Any) -> Any:
-        """Padding comes as zeros: methods that keep norms would otherwise see its norm."""
+        """Set padding to zero first, because methods that keep norms would use its norm."""
         padded = tokens.size is not None and tokens.patches is None
         if padded and self.merger is not None:
             z = z.masked_fill((cast("Tensor", tokens.size) <= 0)[..., None], 0.0)
@@ -46,9 +46,10 @@ class PaddedMixin(SizedMixin):
 
 
 def _apart(keys: Tensor, size: Tensor) -> Tensor:
-    """Keys whose cosines have the same order, and are smallest between a token and padding.
+    """Keys with padding set apart, so that its cosine with any token is the smallest.
 
-    One channel more tells them apart: padding has nothing else there, and tokens its negative.
+    The cosines between tokens keep their order. An extra channel is 1 for padding, which is zero
+    elsewhere, and -1 for tokens.
     """
     padding = (size <= 0).expand(keys.shape[0], -1)[..., None]
     keys = nn.functional.normalize(keys, dim=-1).masked_fill(padding, 0.0)
@@ -72,7 +73,7 @@ class MergingNaFlexVit(MergingSequenceModel, NaFlexVit):
         return cast("Any", self.embeds).dynamic_feat_size(images.shape[-2:])
 
     def _forward_embeds(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Timm's own; padding is noted as tokens of size zero."""
+        """Timm's own; padding gets size zero."""
         given = options.get("attn_mask")
         merging = any(getattr(block, "merger", None) is not None for block in self.blocks)
         if given is not None and merging and self._last_slot().state.merging:
@@ -84,17 +85,16 @@ class MergingNaFlexVit(MergingSequenceModel, NaFlexVit):
             self._last_slot().state.frame.size = size
         return embeds
 
+    def _tokens_in(self, features: Any) -> Tensor:
+        return features["patches"] if isinstance(features, dict) else features
+
     def forward_features(self, patches: Tensor, *args: Any, **options: Any) -> Any:
-        """Timm's own; of merged tokens, `patch_valid` says which are not padding."""
+        """Timm's own; `patch_valid` says which of the merged tokens are not padding."""
+        features = super().forward_features(patches, *args, **options)
         slot = self._last_slot()
-        slot.state.open(self._patches(patches))
-        features = NaFlexVit.forward_features(self, patches, *args, **options)
-        found = features["patches"] if isinstance(features, dict) else features
         tokens = slot.state.left_by(slot.index)
-        slot.state.remember(found, tokens)
-        self._warn_of_fewer(tokens)
         if isinstance(features, dict) and tokens.merges and tokens.size is not None:
-            size = tokens.size.expand(found.shape[0], -1)
+            size = tokens.size.expand(features["patches"].shape[0], -1)
             features["patch_valid"] = size[:, self.num_prefix_tokens :] > 0
         return features
 

@@ -1,13 +1,13 @@
-"""From a config to sites: which block keeps how many tokens, within a budget of MACs.
+"""From a config to sites: how many tokens each block keeps, within a budget of MACs.
 
-Everything here happens on a copy of the model on `meta`; the user's model is not touched.
+All of this runs on a copy of the model on `meta`; the user's model is not touched.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -19,30 +19,24 @@ from torch.utils.flop_counter import FlopCounterMode
 from ltm.adapters.base import Adapter, Run
 from ltm.adapters.blocks import Slot, Tokens, TokenState
 from ltm.core.cost import count_macs, meta_copy, meta_images, run_on_meta
-from ltm.core.schedule import (
-    Grid,
-    ceil_count,
-    ceil_grid,
-    fit_budget,
-    grid_counts,
-    halve,
-)
+from ltm.core.schedule import Grid, ceil_count, ceil_grid, fit_budget, grid_counts, halve
+from ltm.core.validation import first_line
 from ltm.methods.base import Count, Merger, MethodConfig, Site
 
-# How far below the budget, as a share of it, a plan may end: grids have whole-number sides.
+# How far below the budget, as a share of it, a plan may end; grids have integer sides.
 _CLOSE, _CLOSE_ON_GRIDS = 0.005, 0.02
-# How far below it a plan with few sites may end before all blocks are made sites.
+# How far below it a plan with few sites may end; else all blocks become sites.
 _NEAR = 0.03
 
 _COUNTED = (Tensor, bool, int, str, type(None))
-"""What a module may be given, for its cost to be known by the shapes alone."""
+"""The arguments with which the cost of a module depends on shapes only."""
 
 Counts = Mapping[int, Count]
 """Tokens after each site, by block."""
 
 
 class OutOfReachError(ValueError):
-    """A network cannot do with so little."""
+    """The network cannot meet a ratio as small as this."""
 
     def __init__(self, config: MethodConfig, floor: float) -> None:
         super().__init__(
@@ -61,8 +55,18 @@ class Plan:
     macs_after: int
 
 
+class _Step(NamedTuple):
+    """The grids around one block."""
+
+    block: int
+    entry: Grid
+    """At the start of its stage."""
+    before: Grid
+    after: Count
+
+
 class Planner:
-    """Plans for one model, one method and one input size. What was counted is not counted again."""
+    """Makes plans for one model and one input size, and remembers all MACs that it counted."""
 
     def __init__(
         self,
@@ -94,13 +98,13 @@ class Planner:
         self.step = self.layout.multiple
 
     def with_config(self, config: MethodConfig) -> Planner:
-        """A planner of the same model for another config, which knows what this one counted."""
+        """A planner of the same model for another config, with the same memory of MACs."""
         other = copy.copy(self)
         other.set_config_(config)
         return other
 
     def plan(self) -> Plan:
-        """The plan that the config asks for; a ValueError where it cannot be met."""
+        """The plan that the config asks for; a ValueError if there is none."""
         config = self.config
         if config.counts is not None:
             counts = self._explicit(config.counts)
@@ -113,11 +117,11 @@ class Planner:
         return Plan(self.sites(counts), self.macs_before, self.cost(counts))
 
     def sites(self, counts: Counts) -> tuple[Site, ...]:
-        """The sites of some counts; blocks that keep all their tokens are sites too."""
+        """The sites for some counts; chosen blocks that keep all their tokens are sites, too."""
         return self._grid_sites(counts) if self.keeps_grid else self._run_sites(counts)
 
     def cost(self, counts: Counts) -> int:
-        """MACs of the converted network, the mask modules at work."""
+        """MACs of the converted network, with the informative step counted."""
         sites = self.sites(counts)
         key = self.config.with_amount(ratio=1.0), sites
         if key not in self._costs:
@@ -144,7 +148,7 @@ class Planner:
             chosen = self.config.choose_sites(num_blocks)
             if self.config.num_tokens is None:
                 return chosen
-            # What enters the last block is read too: all merging is done by then.
+            # Merging ends before the last block, because what enters it may be read, too.
             before = range(max(1, num_blocks - 1))
             return tuple(block for block in chosen if block in before) or tuple(before)
         outside = [site for site in self.config.sites if not 0 <= site < num_blocks]
@@ -164,7 +168,9 @@ class Planner:
 
     def _per_block(self, ratio: float) -> Counts:
         if self.keeps_grid:
-            return self._grid_per_block(ratio)
+            return {
+                step.block: step.after for step in self._along(lambda _, g: ceil_grid(g, ratio))
+            }
         counts: dict[int, Count] = {}
         for run in self.layout.runs:
             left = run.num_in
@@ -173,19 +179,8 @@ class Planner:
                 counts[block] = left
         return counts
 
-    def _grid_per_block(self, ratio: float) -> Counts:
-        counts: dict[int, Count] = {}
-        grid, stage = self._entry(), self.layout.blocks[0].stage
-        for index, block in enumerate(self.layout.blocks):
-            grid = halve(grid) if block.stage != stage else grid
-            stage = block.stage
-            if index in self.chosen:
-                grid = ceil_grid(grid, ratio)
-                counts[index] = grid
-        return counts
-
     def _leaving(self, num_tokens: int) -> Counts:
-        """Counts over the sites as the method spreads them, so many after the last."""
+        """Counts as the method spreads them over the sites, with `num_tokens` after the last."""
         if not self.layout.is_sequence:
             raise ValueError(
                 f"num_tokens: got {num_tokens}; the tokens of this network form grids: give ratio, "
@@ -197,7 +192,7 @@ class Planner:
                 f"num_tokens: got {num_tokens}; this network has {run.num_in} patch tokens."
             )
         last = self.chosen[-1]
-        # The cost is the last count: the weakest strength that leaves no more tokens than asked.
+        # Budget and cost are the last count, so this is the weakest strength that is enough.
         left: Callable[[Any], int] = itemgetter(last)
         fit = fit_budget(self._at_strength, left, num_tokens, tolerance=1e-6, steps=50)
         assert fit is not None
@@ -211,16 +206,18 @@ class Planner:
         return self._fitted(ratio) if counts is None else counts
 
     def _with_few_sites(self, ratio: float) -> Counts | None:
-        """A plan for the sites that suit the network best, if it comes near the budget."""
+        """A plan with the layout's preferred sites, if it comes close to the budget."""
         few = self.layout.sites
         if few is None or not self.config.prefers_few or self.config.sites is not None:
             return None
         if not self.keeps_grid and all(len(run.blocks) == 1 for run in self.layout.runs):
-            return None  # what merges is put back at once: a site saves its own block alone
+            return (
+                None  # tokens are restored after each block, so a site saves within its block only
+            )
         everywhere, self.chosen = self.chosen, few
         for step in dict.fromkeys((self.layout.multiple, 1) if self.keeps_grid else (1,)):
             self.step = step
-            with suppress(ValueError):  # too few to get there
+            with suppress(ValueError):  # the budget is out of reach with so few sites
                 counts = self._fitted(ratio)
                 if self.cost(counts) >= (1 - _NEAR) * ratio * self.macs_before:
                     return counts
@@ -248,13 +245,13 @@ class Planner:
         return counts
 
     def _grid_at(self, strengths: Sequence[float]) -> Counts:
-        """Grids at a strength per block; blocks that were not chosen do not merge."""
+        """Grids at a strength per block; blocks that are not chosen do not merge."""
         chosen = [s if index in self.chosen else 0.0 for index, s in enumerate(strengths)]
         grids = grid_counts(chosen, self._entry(), self.layout.stage_sizes, self.step)
         return {index: grids[index] for index in self.chosen}
 
     def _relaxed(self, counts: Counts, cost: float, budget: float) -> Counts:
-        """Whole-number sides jump past the budget: let the sites that merge most merge less."""
+        """Spend what integer sides leave of the budget where merging is strongest."""
         current = dict(counts)
         tried: set[str] = set()
         while cost < (1 - _CLOSE_ON_GRIDS) * budget:
@@ -274,7 +271,7 @@ class Planner:
         return current
 
     def _larger(self, site: Site) -> list[Grid]:
-        """The grids one step less merged: the shorter side first."""
+        """The grids that are one step larger, along the side that shrank more first."""
         assert site.grid_in is not None
         assert site.grid_out is not None
         (h, w), (most_h, most_w) = site.grid_out, site.grid_in
@@ -314,29 +311,32 @@ class Planner:
 
     def _grid_sites(self, counts: Counts) -> tuple[Site, ...]:
         sites: list[Site] = []
-        grid, stage = self._entry(), self.layout.blocks[0].stage
-        entry = grid
+        for block, entry, grid, out in self._along(counts.get):
+            if isinstance(out, int):
+                raise ValueError(
+                    f"counts: got {out} for block {block}; grids take (height, width) pairs."
+                )
+            if not (1 <= out[0] <= grid[0] and 1 <= out[1] <= grid[1]):
+                raise ValueError(
+                    f"counts: got {out} for block {block}; its tokens form a grid of "
+                    f"{grid[0]} x {grid[1]}."
+                )
+            site = self._site(block, entry, grid[0] * grid[1], out[0] * out[1])
+            sites.append(dataclasses.replace(site, grid_in=grid, grid_out=out))
+        return tuple(sites)
+
+    def _along(self, after: Callable[[int, Grid], Count]) -> Iterator[_Step]:
+        """Go through the chosen blocks of a grid network; `after` gives the grid after each."""
+        grid: Any = self._entry()
+        entry, stage = grid, self.layout.blocks[0].stage
         for index, block in enumerate(self.layout.blocks):
             if block.stage != stage:
                 stage, grid = block.stage, halve(grid)
                 entry = grid
-            if index not in self.chosen:
-                continue
-            out = counts.get(index, grid)
-            if isinstance(out, int):
-                raise ValueError(
-                    f"counts: got {out} for block {index}; grids take (height, width) pairs."
-                )
-            if not (1 <= out[0] <= grid[0] and 1 <= out[1] <= grid[1]):
-                raise ValueError(
-                    f"counts: got {out} for block {index}; its tokens form a grid of "
-                    f"{grid[0]} x {grid[1]}."
-                )
-            num_in, num_out = grid[0] * grid[1], out[0] * out[1]
-            site = self._site(index, entry, num_in, num_out)
-            sites.append(dataclasses.replace(site, grid_in=grid, grid_out=out))
-            grid = out
-        return tuple(sites)
+            if index in self.chosen:
+                step = _Step(index, entry, grid, after(index, grid))
+                yield step
+                grid = step.after
 
     def _site(self, block: int, grid: Grid, num_in: int, num_out: int) -> Site:
         return Site(
@@ -352,30 +352,30 @@ class Planner:
 
 
 def require_macs(shadow: nn.Module, images: Tensor) -> int:
-    """The MACs of a network; a size that it cannot take is a ValueError."""
+    """The MACs of a network; a ValueError if it cannot take images of this size."""
     try:
         return count_macs(shadow, images)
     except (RuntimeError, AssertionError, ZeroDivisionError) as error:
         height, width = images.shape[-2:]
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"image_size: the model cannot take images of {height} x {width} pixels ({reason})."
+            f"image_size: the model cannot take images of {height} x {width} pixels "
+            f"({first_line(error)})."
         ) from error
 
 
 class _Counted(NamedTuple):
-    """What is known about a module that was run before."""
+    """What is known about a module that was run with the same shapes before."""
 
     macs: int
     shape: tuple[int, ...]
     tokens: Tokens
-    """What it leaves for the next block; its merges are those that it added itself."""
+    """What it leaves for the next block, with only the merges that it added itself."""
 
 
 class _MacCounter:
-    """Counts one network in its many conversions; what was counted before is passed over.
+    """Counts the MACs of one network in many conversions.
 
-    On `meta` only shapes matter: a module that gets what it got before costs what it cost before.
+    On `meta` only shapes matter, so a module that was counted with equal shapes is not run again.
     """
 
     def __init__(self, shadow: nn.Module, images: Tensor) -> None:
@@ -383,10 +383,10 @@ class _MacCounter:
         self._counted: dict[object, _Counted] = {}
         self._counter = FlopCounterMode(display=False)
         self._passed = 0
-        """MACs of what was passed over."""
+        """MACs of the modules that were not run again."""
 
     def count(self, units: Iterable[nn.Module], config: object, state: TokenState) -> int:
-        """MACs as the network is now; the units are blocks that depend on the config."""
+        """MACs of the network as it is; `units` are the blocks that depend on `config`."""
         blocks = {unit: (config, _signature(unit)) for unit in units}
         others = {module: module for module in _apart_from(self.shadow, set(blocks))}
         self._passed, self._counter = 0, FlopCounterMode(display=False)
@@ -409,7 +409,8 @@ class _MacCounter:
                 return forward(*args, **options)
             key = what, given, tuple(options)
             if key in self._counted:
-                return self._pass_over(args[0], self._counted[key], slot, state)
+                x = next(iter((*args, *options.values())))
+                return self._pass_over(x, self._counted[key], slot, state)
             before, merges = self._counter.get_total_flops(), _entering(slot, state).merges
             out = forward(*args, **options)
             if isinstance(out, Tensor):
@@ -433,7 +434,7 @@ class _MacCounter:
 
 
 def _shapes(given: tuple[Any, ...]) -> tuple[object, ...] | None:
-    """The shapes of what a module is given; None if that is more than tensors and switches."""
+    """The shapes of a module's arguments; None if some are not tensors or plain values."""
     tensors = given and isinstance(given[0], Tensor)
     if not tensors or not all(isinstance(x, _COUNTED) for x in given):
         return None
@@ -458,7 +459,7 @@ def _apart_from(model: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
 
 
 def _signature(unit: nn.Module) -> tuple[object, ...]:
-    """What the cost of a unit depends on, besides the shape of its input."""
+    """All that the cost of a unit depends on, besides the shape of its input."""
     weights = tuple(tuple(p.shape) for n, p in unit.named_parameters() if "merger" not in n)
     mergers = ((path, m) for path, m in unit.named_modules() if isinstance(m, Merger))
     sites = tuple((path, type(m).__name__, m.site) for path, m in mergers)

@@ -1,12 +1,13 @@
-"""BEiT and relative-position ViTs: attention adds a bias that depends on where two tokens stand.
+"""BEiT and relative-position ViTs: attention adds a bias that depends on two tokens' positions.
 
-Between merged tokens it is the bias of the tokens that stayed, gathered for each image. timm's own
-function makes it; a subclass puts the tokens in their places and adds the log of their sizes, so
-that timm's attention runs as it is, fused or not.
+Merged tokens take the bias of the tokens that stayed, gathered for each image. A subclass of timm's
+module gathers it and adds the log of the token sizes, so timm's attention runs unchanged, fused or
+not.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -21,14 +22,25 @@ from timm.models.vision_transformer_relpos import (
 from torch import Tensor, nn
 
 from ltm.adapters.base import register
-from ltm.adapters.blocks import MergingMixin, Slot, Tokens, TokenState, become_
+from ltm.adapters.blocks import (
+    GammaMixin,
+    HalvesMixin,
+    PostNormMixin,
+    PreNormMixin,
+    Slot,
+    Tokens,
+    TokenState,
+    become_,
+    inverted,
+    run_projection_,
+)
 from ltm.adapters.sequences import MergingHeadModel, SequenceAdapter
 from ltm.core.attention import hints_of, queries_and_keys, size_bias
 from ltm.methods.base import MethodConfig, Site
 
 
-def between(bias: Tensor, tokens: Tokens) -> Tensor:
-    """The bias between the tokens that there are, `b h t t`; given is that between all patches."""
+def _between(bias: Tensor, tokens: Tokens) -> Tensor:
+    """The bias between tokens at the positions they take, `b h t t`, from that of all patches."""
     if tokens.positions is None:
         return bias
     places = tokens.positions
@@ -36,26 +48,23 @@ def between(bias: Tensor, tokens: Tokens) -> Tensor:
     return whole[:, places[:, :, None], places[:, None, :]].transpose(0, 1)
 
 
-def counted(bias: Tensor | None, tokens: Tokens, slot: Slot) -> Tensor | None:
-    """A bias with the sizes of the tokens, where there are any and they count."""
+def _counted(bias: Tensor | None, tokens: Tokens, slot: Slot) -> Tensor | None:
+    """The bias plus that of the token sizes, if attention is proportional."""
     if tokens.size is None or not slot.proportional:
         return bias
-    sizes = size_bias(tokens.size, _dtype(bias, tokens.size), slot.counting)
+    dtype = tokens.size.dtype if bias is None else bias.dtype
+    sizes = size_bias(tokens.size, dtype, slot.counting)
     return sizes if bias is None else bias + sizes
 
 
-def _dtype(bias: Tensor | None, size: Tensor) -> Any:
-    return size.dtype if bias is None else bias.dtype
-
-
 class Placed(nn.Module):
-    """A module that makes a bias, here for the tokens that enter its block."""
+    """A module that makes the bias of its block, here for the tokens that enter the block."""
 
     placed: Slot
 
     def _placed(self, bias: Tensor) -> Tensor:
         tokens = self.placed.state.frame.tokens[self.placed.index]
-        return counted(between(bias, tokens), tokens, self.placed)  # pyright: ignore[reportReturnType]
+        return _counted(_between(bias, tokens), tokens, self.placed)  # pyright: ignore[reportReturnType]
 
 
 class PlacedRelPosBias(Placed, RelPosBias):
@@ -66,41 +75,49 @@ class PlacedRelPosBias(Placed, RelPosBias):
 
 
 class PlacedRelPosMlp(Placed, RelPosMlp):
-    """Biases that an MLP makes of distances."""
+    """An MLP that turns distances into biases."""
 
     def get_bias(self) -> Tensor:
         return self._placed(super().get_bias())
 
 
 class PlacedAttention(Placed, beit.Attention):
-    """The attention of BEiT, which holds its table itself."""
+    """The attention of BEiT, which holds its own table of biases."""
 
     def _get_rel_pos_bias(self) -> Tensor:
         return self._placed(super()._get_rel_pos_bias())
 
 
-class RelativeMixin(MergingMixin):
-    """A block whose attention adds a bias of its own, or one that all blocks share, or both."""
+class RelativeMixin(HalvesMixin):
+    """A block whose attention adds its own bias, one that all blocks share, or both."""
 
     attn: Any
     class_token: bool
     needs_positions: ClassVar[bool] = True
 
     def own_bias(self) -> Tensor | None:
-        """The bias of the block's own, for the tokens that there are, with their sizes."""
+        """The block's own bias for the tokens that enter, with their sizes; None if it has none."""
         raise NotImplementedError
 
     @property
     def has_own(self) -> bool:
-        """Whether there is one."""
+        """Whether the block has a bias of its own."""
         raise NotImplementedError
 
+    def run(self, x: Tensor, shared: Tensor | None) -> Tensor:
+        """The forward, with the bias that all blocks share."""
+        tokens = self.entering(x)
+        bias = self.shared_bias(shared, tokens, x)
+        z = x + self.attended(x, lambda y: self.attn(y, bias))
+        z, *_ = self.merge(z, tokens, shared=bias)
+        return z + self.transformed(z)
+
     def shared_bias(self, shared: Tensor | None, tokens: Tokens, x: Tensor) -> Tensor | None:
-        """What to hand to the attention as the bias that all blocks share."""
-        shared = None if shared is None else between(shared, tokens)
+        """The shared bias to pass to attention; sizes go into the block's own bias, if any."""
+        shared = None if shared is None else _between(shared, tokens)
         if self.has_own:
             return shared
-        bias = counted(shared, tokens, self.slot)
+        bias = _counted(shared, tokens, self.slot)
         return None if bias is None else bias.to(x.dtype)
 
     def look(
@@ -116,7 +133,7 @@ class RelativeMixin(MergingMixin):
         if needs != {"keys"}:
             own = self.own_bias()
             bias = shared if own is None else own if shared is None else own + shared
-        # The sizes are in the bias.
+        # The bias includes the sizes.
         sized = None if bias is not None and self.slot.proportional else size
         return hints_of(
             query,
@@ -131,7 +148,10 @@ class RelativeMixin(MergingMixin):
 
 
 class RelPosMixin(RelativeMixin):
-    """A block of a `VisionTransformerRelPos`: it has a bias of its own, or shares one."""
+    """A block of a `VisionTransformerRelPos`, with its own bias or a shared one."""
+
+    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+        return self.run(x, shared_rel_pos)
 
     @property
     def has_own(self) -> bool:
@@ -141,30 +161,15 @@ class RelPosMixin(RelativeMixin):
         return self.attn.rel_pos.get_bias() if self.has_own else None
 
 
-class MergingRelPosBlock(RelPosMixin, RelPosBlock):
+class MergingRelPosBlock(PreNormMixin, RelPosMixin, RelPosBlock):
     """A `RelPosBlock` that merges its attention output."""
 
-    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        tokens = self.entering(x)
-        shared = self.shared_bias(shared_rel_pos, tokens, x)
-        attended = self.attn(self.norm1(x), shared_rel_pos=shared)
-        z = x + self.drop_path1(self.ls1(attended))
-        z, *_ = self.merge(z, tokens, shared=shared)
-        return z + self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
 
-
-class MergingResPostRelPosBlock(RelPosMixin, ResPostRelPosBlock):
+class MergingResPostRelPosBlock(PostNormMixin, RelPosMixin, ResPostRelPosBlock):
     """A `ResPostRelPosBlock` that merges its attention output."""
 
-    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        tokens = self.entering(x)
-        shared = self.shared_bias(shared_rel_pos, tokens, x)
-        z = x + self.drop_path1(self.norm1(self.attn(x, shared_rel_pos=shared)))
-        z, *_ = self.merge(z, tokens, shared=shared)
-        return z + self.drop_path2(self.norm2(self.mlp(z)))
 
-
-class MergingBeitBlock(RelativeMixin, beit.Block):
+class MergingBeitBlock(GammaMixin, RelativeMixin, beit.Block):
     """A block of BEiT that merges its attention output."""
 
     @property
@@ -175,16 +180,7 @@ class MergingBeitBlock(RelativeMixin, beit.Block):
         return self.attn._get_rel_pos_bias() if self.has_own else None  # noqa: SLF001
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        tokens = self.entering(x)
-        shared = self.shared_bias(shared_rel_pos_bias, tokens, x)
-        attended = self.attn(self.norm1(x), shared_rel_pos_bias=shared)
-        z = x + self.drop_path1(_scaled(attended, self.gamma_1))
-        z, *_ = self.merge(z, tokens, shared=shared)
-        return z + self.drop_path2(_scaled(self.mlp(self.norm2(z)), self.gamma_2))
-
-
-def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:
-    return x if gamma is None else gamma * x
+        return self.run(x, shared_rel_pos_bias)
 
 
 class MergingRelPosViT(MergingHeadModel, VisionTransformerRelPos):
@@ -199,11 +195,11 @@ class RelativeAdapter(SequenceAdapter):
     """A family whose attention adds a bias."""
 
     placed: ClassVar[dict[type[nn.Module], type[nn.Module]]]
-    """What the modules become that make a bias for their block."""
+    """What the modules that make a block's bias become."""
 
+    @abstractmethod
     def makes_bias(self, block: Any) -> nn.Module | None:
-        """The module that makes the block's own bias."""
-        raise NotImplementedError
+        """The module that makes the block's own bias, if there is one."""
 
     def convert_(
         self, model: nn.Module, config: MethodConfig, sites: Sequence[Site], state: TokenState
@@ -216,7 +212,7 @@ class RelativeAdapter(SequenceAdapter):
                 cast("Placed", maker).placed = block.slot
 
     def revert_(self, model: nn.Module) -> None:
-        hosts = {placed: host for host, placed in self.placed.items()}
+        hosts = inverted(self.placed)
         for block in self.network(model).blocks:
             maker: Any = self.makes_bias(block)
             if type(maker) in hosts:
@@ -270,10 +266,7 @@ class BeitAdapter(RelativeAdapter):
         super().convert_(model, config, sites, state)
         for block in self.network(model).blocks:
             if block.merger is not None and block.merger.needs:
-                # Otherwise timm reads the weights of the projection and never runs it. It adds the
-                # bias in place, so what is recorded has it.
-                block.slot.original["qkv_bias_separate"] = block.attn.qkv_bias_separate
-                block.attn.qkv_bias_separate = True
+                run_projection_(block.slot, block.attn)
 
     def revert_(self, model: nn.Module) -> None:
         for block in self.network(model).blocks:

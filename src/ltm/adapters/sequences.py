@@ -1,4 +1,4 @@
-"""What networks on one sequence of tokens share: pooling by size, whole intermediates."""
+"""What networks on one sequence of tokens share: pooling by size, intermediates at full size."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ltm.adapters.blocks import (
     TokenState,
     become_,
     convert_block_,
+    inverted,
     make_slots,
     require_sizes,
     revert_block_,
@@ -29,41 +30,46 @@ from ltm.methods.base import MethodConfig, Site
 
 
 class MergingSequenceModel(Resizable):
-    """A converted network: it pools by size, and its intermediates are whole."""
+    """A converted network: it pools by size, and its intermediates have all patches."""
 
     def _last_slot(self) -> Slot:
         return cast("Any", self).blocks[-1].slot
 
     def _patches(self, images: Any) -> Grid | None:
-        """The grid of patches; None where each image has its own."""
+        """The patch grid of the images; None if each image has its own."""
         return cast("Any", self).patch_embed.dynamic_feat_size(images.shape[-2:])
 
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        """Timm's own; what comes out is known to the pool, also after other forwards."""
+        """Timm's own; the pool knows the sizes of these features, even after other forwards."""
         slot = self._last_slot()
         slot.state.open(self._patches(x))
         features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         tokens = slot.state.left_by(slot.index)
-        slot.state.remember(features, tokens)
+        slot.state.remember(self._tokens_in(features), tokens)
         self._warn_of_fewer(tokens)
         return features
 
+    def _tokens_in(self, features: Any) -> Tensor:
+        """The tokens in what `forward_features` returns."""
+        return features
+
     def _warn_of_fewer(self, tokens: Tokens) -> None:
+        """Warn once if a network without a pool gives merged tokens."""
         host = cast("Any", self)
         if not host.global_pool and getattr(host, "attn_pool", None) is None:
             warn_of_fewer(self, tokens)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
-        """Timm's own where nothing was merged."""
+        """Timm's own, weighted by size."""
         pooled = self._pooled(x, pool_type)
         if pooled is None:
             return super().pool(x, pool_type)  # pyright: ignore[reportAttributeAccessIssue]
         return pooled
 
     def _pooled(self, x: Tensor, pool_type: str | None = None) -> Tensor | None:
-        """Averages and attention weigh tokens by the patches they stand for.
+        """Pool with tokens weighted by size; None if sizes make no difference.
 
-        Max pooling ignores padding. None where sizes do not matter.
+        Max pooling ignores padding.
         """
         host, size = cast("Any", self), self._sizes(x)
         kind = host.global_pool if pool_type is None else pool_type
@@ -79,14 +85,14 @@ class MergingSequenceModel(Resizable):
         return pool_by_size(x, size, kind)
 
     def _sizes(self, x: Tensor) -> Tensor | None:
-        """Of these features, prefix included; None where nothing was merged."""
+        """The token sizes of these features, prefix included; None if nothing was merged."""
         slot = self._last_slot()
         tokens: Tokens = slot.state.recall(x) or slot.state.left_by(slot.index)
         size = tokens.size if tokens.merges else None
         return None if size is None or size.shape[1] != x.shape[1] else size
 
     def _num_unpooled(self) -> int:
-        """How many of the leading tokens the pool leaves out."""
+        """How many prefix tokens the pool leaves out."""
         host = cast("Any", self)
         return 0 if getattr(host, "pool_include_prefix", False) else host.num_prefix_tokens
 
@@ -101,7 +107,7 @@ class MergingSequenceModel(Resizable):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Timm's own, with every intermediate spread back to the full patch grid."""
+        """Timm's own, with intermediates restored to the full patch grid."""
         assert output_fmt in ("NCHW", "NLC"), "Output format must be one of NCHW or NLC."
         host, as_map = cast("Any", self), output_fmt == "NCHW"
         grid = self._patches(x)
@@ -143,7 +149,7 @@ class MergingHeadModel(MergingSequenceModel):
     """A converted network that pools inside its head."""
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Timm's own; an average weighs tokens by size, and is the only patch token it gets."""
+        """Timm's own; it gets the mean weighted by size in place of the patch tokens."""
         host, size = cast("Any", self), self._sizes(x)
         if host.global_pool == "avg" and size is not None:
             require_sizes(size, x)
@@ -164,7 +170,7 @@ class SequenceAdapter(Adapter):
     """The layers of attention that its blocks may have."""
 
     def network(self, model: nn.Module) -> Any:
-        """The network itself, also inside timm's feature extractor or another module."""
+        """The network itself, which may be inside timm's feature extractor or another module."""
         return next(module for module in model.modules() if isinstance(module, self.hosts))
 
     def embedding(self, host: Any) -> Any:
@@ -172,15 +178,15 @@ class SequenceAdapter(Adapter):
         return host.patch_embed
 
     def has_class_token(self, host: Any) -> bool:
-        """Whether the first token of the sequence is one."""
+        """Whether the first token of the sequence is a class token."""
         return host.cls_token is not None
 
     def attentions(self, block: Any) -> tuple[nn.Module, ...]:
-        """The layers of attention of a block, where they are layers of their own."""
+        """The layers of attention in a block, if they are separate modules."""
         return (block.attn,)
 
     def projections(self, block: Any) -> tuple[nn.Module, ...]:
-        """The layers of a block whose outputs tell queries and keys."""
+        """The layers in a block whose outputs hold queries and keys."""
         return tuple(cast("Any", attention).qkv for attention in self.attentions(block))
 
     def refusal(self, model: nn.Module) -> str | None:
@@ -209,7 +215,7 @@ class SequenceAdapter(Adapter):
         host = self.network(model)
         height, width = self.embedding(host).dynamic_feat_size(image_size)
         paths = {module: name for name, module in model.named_modules()}
-        blocks = tuple(Block(paths[block], block, host.embed_dim, stage=0) for block in host.blocks)
+        blocks = tuple(Block(paths[block], host.embed_dim, stage=0) for block in host.blocks)
         run = Run(height * width, (height, width), tuple(range(len(blocks))))
         return Layout(blocks, host.num_prefix_tokens, host.num_classes, (run,))
 
@@ -220,7 +226,7 @@ class SequenceAdapter(Adapter):
         starts = [index == 0 for index in range(len(host.blocks))]
         for block, slot in zip(host.blocks, make_slots(config, sites, state, starts), strict=True):
             slot.counting = config.counting()
-            slot.opens = False  # The network opens the forward: it knows the shape of the image.
+            slot.opens = False  # the network opens the forward, since it knows the patch grid
             merging = self.merging[type(block)]
             convert_block_(block, config, slot, merging, *self.projections(block))
             block.class_token = self.has_class_token(host)
@@ -230,13 +236,9 @@ class SequenceAdapter(Adapter):
         return list(self.network(model).blocks)
 
     def revert_(self, model: nn.Module) -> None:
-        network, blocks, models = self.network(model), _inverse(self.merging), _inverse(self.models)
+        network, blocks, models = self.network(model), inverted(self.merging), inverted(self.models)
         for block in network.blocks:
             if type(block) in blocks:
                 revert_block_(block, blocks[type(block)], *self.projections(block))
                 del block.class_token
         become_(network, models.get(type(network), type(network)))
-
-
-def _inverse(kinds: dict[type[nn.Module], type[nn.Module]]) -> dict[Any, type[nn.Module]]:
-    return {merging: host for host, merging in kinds.items()}

@@ -1,6 +1,6 @@
-"""Swin: merge the map after its attention windows are put back, before the MLP.
+"""Swin: merge the map after window attention, before the MLP.
 
-Methods that keep no grid merge inside every window.
+Methods that keep no grid merge inside each window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltm.adapters.base import Layout, Run, observed_shapes, register
 from ltm.adapters.blocks import (
-    MergingMixin,
+    HalvesMixin,
     Slot,
     Tokens,
     TokenState,
@@ -41,18 +41,18 @@ from ltm.kernels.dispatch import is_recorded
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 _FAR = -100.0
-"""What timm adds to the score of a pair that must not attend."""
+"""What timm adds to the score of a pair that is masked out."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How a map is cut into attention windows: padded, then shifted, then cut."""
+    """How a map is cut into attention windows: pad, shift, cut."""
 
     grid: Grid
     window: Grid
     shift: Grid
     shift_first: bool = False
-    """Shifted, then padded, as timm does it."""
+    """Shift before padding, as timm does."""
 
     @property
     def padded(self) -> Grid:
@@ -60,7 +60,7 @@ class Windows:
         return -(-h // wh) * wh, -(-w // ww) * ww
 
     def cut(self, x: Tensor) -> Tensor:
-        """`b h w c -> (b windows) area c`. Padding before shifting keeps edges apart."""
+        """`b h w c -> (b windows) area c`."""
         back = (-self.shift[0], -self.shift[1])
         x = self._pad(_roll(x, back)) if self.shift_first else _roll(self._pad(x), back)
         return window_partition(x, self.window).flatten(1, 2)
@@ -77,7 +77,7 @@ class Windows:
         return x.contiguous()
 
     def mask(self, size: Tensor | None, reference: Tensor) -> Tensor | None:
-        """The bias of the scores, `windows area area`: who may attend, and log sizes of keys."""
+        """The bias on the scores, `windows area area`: masks, and the log sizes of keys."""
         if size is None and self.grid == self.padded and not any(self.shift):
             return None
         real = reference.new_ones(1, *self.grid, 1)
@@ -91,7 +91,7 @@ class Windows:
         return bias + _FAR * apart.to(bias.dtype)
 
     def attend(self, attention: nn.Module, x: Tensor, size: Tensor | None) -> Tensor:
-        """Attention inside the windows of a map, `b h w c`, to keys that count by size."""
+        """Attention inside the windows of a map `b h w c`, with keys weighted by size."""
         if x.requires_grad or not _keeps_constants(x):
             return self.join(attention(self.cut(x), mask=self.mask(size, x)))
         inside, back = _places(self, x.device)
@@ -102,7 +102,7 @@ class Windows:
         return out.unflatten(1, self.grid)
 
     def _regions(self, reference: Tensor) -> Tensor:
-        """Numbers of the parts of the shifted map that were no neighbours before the shift."""
+        """Labels for the parts of the shifted map that were not adjacent before the shift."""
         parts = []
         for side, window, shift in zip(self.padded, self.window, self.shift, strict=True):
             place = torch.arange(side, device=reference.device)
@@ -111,15 +111,15 @@ class Windows:
 
 
 def _keeps_constants(x: Tensor) -> bool:
-    """Whether what depends on windows alone may be kept: graphs compute it, or fold it."""
+    """Whether tensors that depend on windows only may be cached; graphs compute or fold them."""
     return type(x) is Tensor and not (torch.compiler.is_compiling() or is_recorded())
 
 
 @lru_cache(maxsize=256)
 def _places(windows: Windows, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The token at each place of all windows, and the place of each token: one copy, not four.
+    """The token at each place of the windows, and the place of each token, for cutting by one copy.
 
-    At a place of padding stands any token: the mask closes it.
+    Padding gets an arbitrary token; the mask excludes it.
     """
     with torch.inference_mode(False):
         (h, w), (hp, wp) = windows.grid, windows.padded
@@ -131,11 +131,11 @@ def _places(windows: Windows, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 _masks = WeakTensorKeyDictionary()
-"""The masks of constant sizes: frozen mergers hand on the same tensor in every forward."""
+"""Masks of constant sizes: frozen mergers pass on the same tensor in every forward."""
 
 
 def _constant_mask(windows: Windows, size: Tensor | None, x: Tensor) -> Tensor | None:
-    """`Windows.mask`, kept for as long as the sizes are there and unchanged."""
+    """`Windows.mask`, cached while the tensor of sizes exists and is not changed."""
     if size is None:
         return _mask_of_shape(windows, x.device, x.dtype)
     if size.shape[0] > 1 or size.requires_grad or size.is_inference():
@@ -160,7 +160,7 @@ def _roll(x: Tensor, by: Grid) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WindowMerge(Merge):
-    """A merge inside every window, as a merge of the whole map."""
+    """A merge inside each window, as a merge of the whole map."""
 
     inner: Merge
     windows: Windows
@@ -205,43 +205,39 @@ class WindowMerge(Merge):
         return whole[:, order]
 
     def sizes(self, size: Tensor) -> Tensor:
-        maps = size.expand(1, -1).reshape(-1, *self.windows.grid, 1)
+        maps = size.reshape(-1, *self.windows.grid, 1)
         inside = self.windows.cut(maps)[..., 0]
         repeats = self.inner.weights().shape[0] // inside.shape[0]
         return self.inner.sizes(inside.repeat(repeats, 1)).reshape(-1, self.num_out)
 
 
-class WindowedMixin(MergingMixin):
-    """A block of windows that merges its attention output."""
+class WindowedMixin(HalvesMixin):
+    """A block with window attention that merges its attention output."""
 
     attn: Any
     window: Grid
     shift: Grid
     whole: bool
-    """No block before has merged: the map is the host's own, at whichever image size."""
+    """Whether no earlier block has merged, so that the map has its original size."""
     paused: _Fitted | None = None
-    """The windows to go back to, while merging is off."""
+    """While merging is off: the windows to return to."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _resume_windows_(self)  # A copy merges, also one that is made while merging is off.
+        _resume_windows_(self)  # a copy merges, even if it is made while merging is off
 
-    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """The first half, up to its residual; `attend` is attention in windows."""
-        raise NotImplementedError
-
-    def transformed(self, z: Tensor) -> Tensor:
-        """The second half, with its residual."""
-        raise NotImplementedError
+    def ended(self, out: Tensor) -> Tensor:
+        """What follows the residual of the second half."""
+        return out
 
     def host_attention(self, x: Tensor) -> Tensor:
-        """The host's own attention in windows."""
+        """The host's own window attention."""
         return cast("Any", self)._attn(x)  # noqa: SLF001
 
     def window_hints(
         self, qkv: Tensor, real: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
-        """What a merger needs to know of each window."""
+        """The hints that a merger needs, for each window."""
         return attention_hints(self.attn, qkv, real, needs, class_token=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -250,7 +246,7 @@ class WindowedMixin(MergingMixin):
         windows = Windows(grid, self.window, self.shift, shift_first=self.whole)
         z = x + self.attended(x, lambda y: self.attend(y, tokens, windows))
         merged, tokens, merge = self.merge(z.flatten(1, 2), tokens, grid=grid, windows=windows)
-        out = self.transformed(merged)
+        out = self.ended(merged + self.transformed(merged))
         if merge is not None and not self.keeps_grid:
             out = merge.restore(out)
         elif merge is not None and tokens.grid is not None:
@@ -260,7 +256,7 @@ class WindowedMixin(MergingMixin):
         return out.unflatten(1, grid)
 
     def attend(self, x: Tensor, tokens: Tokens, windows: Windows) -> Tensor:
-        """Window attention; the host's own wherever nothing was merged."""
+        """Window attention; the host's own if nothing was merged before."""
         if self.whole:
             return self.host_attention(x)
         return windows.attend(self.attn, x, tokens.size if self.slot.proportional else None)
@@ -292,7 +288,7 @@ class MergingSwinBlock(WindowedMixin, SwinTransformerBlock):
         return self.drop_path1(attend(self.norm1(x)))
 
     def transformed(self, z: Tensor) -> Tensor:
-        return z + self.drop_path2(self.mlp(self.norm2(z)))
+        return self.drop_path2(self.mlp(self.norm2(z)))
 
 
 class MergingSwin(MergingGridModel, SwinTransformer):
@@ -300,11 +296,11 @@ class MergingSwin(MergingGridModel, SwinTransformer):
 
 
 class WindowAdapter(GridAdapter):
-    """A family of networks with shifted windows, whole or as feature extractors."""
+    """A family of networks with shifted windows, also as feature extractors."""
 
     @abstractmethod
     def fitted(self, window: Grid, host: Grid) -> dict[str, Any]:
-        """What the attention of a block holds for windows that are smaller than the host's."""
+        """The attributes of a block's attention for windows smaller than the host's."""
 
     def refusal(self, model: nn.Module) -> str | None:
         known = {*self.hosts, self.merging}
@@ -320,7 +316,7 @@ class WindowAdapter(GridAdapter):
             for index, block in enumerate(found)
         )
         (_, *entry, _), *_ = observed_shapes(model, found[:1], image_size)
-        # Traffic decides the speed, and most of it is in the first stages: merge where they begin.
+        # Memory traffic limits speed, and is largest in the first stages: merge where stages begin.
         stages = [block.stage for block in blocks]
         sites = tuple(stages.index(stage) for stage in range(max(stages)))
         multiple = max(found[0].window_size)
@@ -346,9 +342,9 @@ class WindowAdapter(GridAdapter):
         convert_block_(block, config, slot, self.merging, block.attn.qkv)
 
     def _fit_window_(self, block: Any, grid: Grid, slot: Slot) -> tuple[Grid, Grid]:
-        """As few windows as the host's would be, of even sides, so that little has to be padded.
+        """Fit windows to a smaller map: as few as the host's size gives, of sides that pad least.
 
-        The host's table of positions stays and is read anew.
+        The host's table of relative positions stays; its index is made anew.
         """
         host = cast("Grid", tuple(block.window_size))
         window = (_even_side(grid[0], host[0]), _even_side(grid[1], host[1]))
@@ -369,7 +365,7 @@ class WindowAdapter(GridAdapter):
         revert_block_(unit, self.hosts[0], unit.attn.qkv)
 
     def host_arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Resizing gives it other windows."""
+        """The window size, which resizing changes."""
         if not isinstance(model, tuple(self.models)):
             return {}
         return {"window_size": list(self.units(model)[0].window_size)}
@@ -403,7 +399,7 @@ class SwinAdapter(WindowAdapter):
 
 
 def _merged_grids(blocks: Sequence[Any], slots: Sequence[Slot]) -> list[Grid | None]:
-    """The map that enters each block, after the first merge; None where it is the host's own."""
+    """The size of the map that enters each block; None up to and including the first merge."""
     grids: list[Grid | None] = []
     grid, width = None, blocks[0].dim
     for block, slot in zip(blocks, slots, strict=True):
@@ -415,7 +411,7 @@ def _merged_grids(blocks: Sequence[Any], slots: Sequence[Slot]) -> list[Grid | N
 
 
 def _resolution(block: Any) -> Grid:
-    """The map for which a block was made."""
+    """The size of the map that a block was made for."""
     found = getattr(block, "input_resolution", None) or block.feat_size
     return cast("Grid", tuple(found))
 
@@ -427,12 +423,12 @@ def _set_(attn: Any, values: dict[str, Any]) -> None:
 
 
 def _even_side(length: int, most: int) -> int:
-    """The side of windows that cover a length with the least overhang, no more than needed."""
+    """The side of windows that cover a length with the fewest windows and the least padding."""
     return -(-length // -(-length // most))
 
 
 def relative_index(window: Grid, host: Grid) -> Tensor:
-    """Places in the host's table of relative positions for the pairs of a smaller window."""
+    """Indices into the host's table of relative positions for the pairs in a smaller window."""
     rows, columns = torch.meshgrid(*(torch.arange(side) for side in window), indexing="ij")
     rows, columns = rows.flatten(), columns.flatten()
     down = rows[:, None] - rows[None] + host[0] - 1
@@ -442,7 +438,7 @@ def relative_index(window: Grid, host: Grid) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Fitted:
-    """What a block's windows depend on."""
+    """The windows of a block, and the attributes of its attention that depend on them."""
 
     window: Grid
     shift: Grid
@@ -451,7 +447,7 @@ class _Fitted:
 
 
 def _host_windows_(block: WindowedMixin) -> _Fitted:
-    """Use the host's own windows, and say what was in use."""
+    """Switch to the host's windows, and return those in use before."""
     attention = {name: getattr(block.attn, name) for name in block.slot.original}
     before = _Fitted(block.window, block.shift, block.whole, attention)
     host = cast("Any", block)
@@ -461,7 +457,7 @@ def _host_windows_(block: WindowedMixin) -> _Fitted:
 
 
 def _resume_windows_(block: WindowedMixin) -> None:
-    """Go back to the windows that fit what is left after merging."""
+    """Return to the windows that fit the merged map."""
     if block.paused is not None:
         _set_windows_(block, block.paused)
         block.paused = None

@@ -1,9 +1,8 @@
-"""Swin V2, Microsoft's and Christoph Reich's: cosine attention, positions by an MLP, post norm."""
+"""Swin V2, Microsoft's and Christoph Reich's: cosine attention, an MLP for positions, post-norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr, SwinTransfor
 from torch import Tensor, nn
 
 from ltm.adapters.base import register
-from ltm.adapters.blocks import Slot
+from ltm.adapters.blocks import PostNormMixin, Slot, run_projection_
 from ltm.adapters.grids import MergingGridModel
 from ltm.adapters.swin import WindowAdapter, WindowedMixin, relative_index
 from ltm.core.attention import hints_of, queries_and_keys
@@ -21,20 +20,8 @@ from ltm.core.schedule import Grid
 from ltm.methods.base import MethodConfig
 
 
-class CosineMixin(WindowedMixin):
-    """A block whose attention compares directions, and which normalises what its halves give."""
-
-    norm1: Any
-    norm2: Any
-    mlp: Any
-    drop_path1: Any
-    drop_path2: Any
-
-    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        return self.drop_path1(self.norm1(attend(x)))
-
-    def transformed(self, z: Tensor) -> Tensor:
-        return z + self.drop_path2(self.norm2(self.mlp(z)))
+class CosineMixin(PostNormMixin, WindowedMixin):
+    """A block with cosine attention and post-normalisation."""
 
     def window_hints(
         self, qkv: Tensor, real: Tensor | None, needs: frozenset[str]
@@ -51,13 +38,13 @@ class MergingSwinV2Block(CosineMixin, SwinTransformerV2Block):
 
 
 class MergingSwinV2CrBlock(CosineMixin, SwinTransformerV2CrBlock):
-    """A block of Christoph Reich's Swin V2; some end with a norm more."""
+    """A block of Christoph Reich's Swin V2; some end with an extra norm."""
 
     def host_attention(self, x: Tensor) -> Tensor:
         return self._shifted_window_attn(x)
 
-    def transformed(self, z: Tensor) -> Tensor:
-        return self.norm3(super().transformed(z))
+    def ended(self, out: Tensor) -> Tensor:
+        return self.norm3(out)
 
 
 class MergingSwinV2(MergingGridModel, SwinTransformerV2):
@@ -86,10 +73,7 @@ class SwinV2Adapter(WindowAdapter):
     ) -> None:
         super()._convert_block_(block, config, slot, grid)
         if block.merger is not None and block.merger.needs:
-            # Otherwise timm reads the weights of the projection and never runs it. It adds the bias
-            # in place, so what is recorded has it.
-            slot.original["qkv_bias_separate"] = block.attn.qkv_bias_separate
-            block.attn.qkv_bias_separate = True
+            run_projection_(slot, block.attn)
 
 
 @register
@@ -109,7 +93,7 @@ class SwinV2CrAdapter(WindowAdapter):
 
 
 def _log_distances(window: Grid) -> Tensor:
-    """From which the MLP makes the bias of each pair: they do not depend on the window's size."""
+    """The inputs of the MLP that makes the bias of each pair: log distances in patches."""
     sides = (torch.arange(side, dtype=torch.float32) for side in window)
     places = torch.cartesian_prod(*sides)
     apart = (places[:, None] - places[None]).reshape(-1, 2)

@@ -1,6 +1,6 @@
 """ViT, DeiT and DeiT-III: merge between attention and MLP, prefix tokens untouched.
 
-Blocks with attention and MLP side by side merge what leaves them.
+Blocks with attention and MLP in parallel merge their output.
 """
 
 from __future__ import annotations
@@ -23,21 +23,13 @@ from timm.models.vision_transformer import (
 from torch import Tensor, nn
 
 from ltm.adapters.base import register
-from ltm.adapters.blocks import SizedMixin
+from ltm.adapters.blocks import HalvesMixin, PostNormMixin, PreNormMixin, SizedMixin
 from ltm.adapters.sequences import MergingSequenceModel, SequenceAdapter
 from ltm.core.attention import attend, attention_hints, hints_of, size_bias
 
 
-class SequentialMixin(SizedMixin):
-    """A block of two halves, attention and MLP: it merges between them."""
-
-    def attended(self, x: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        """The first half up to its residual; `attend` takes a layer of attention and its input."""
-        raise NotImplementedError
-
-    def transformed(self, z: Tensor) -> Tensor:
-        """The second half, up to its residual."""
-        raise NotImplementedError
+class SequentialMixin(SizedMixin, HalvesMixin):
+    """A block that runs attention, then the MLP."""
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -45,10 +37,11 @@ class SequentialMixin(SizedMixin):
         tokens = self.entering(x)
         size, power = self.sizes(tokens, attn_mask, is_causal), self.slot.counting
 
-        def attend_to(layer: Any, y: Tensor) -> Tensor:
+        def attend_by(y: Tensor, layer: Any = None) -> Tensor:
+            layer = self.layers()[0] if layer is None else layer
             return attend(layer, y, size, power, mask=attn_mask, is_causal=is_causal)
 
-        z = x + self.attended(x, attend_to)
+        z = x + self.attended(x, attend_by)
         z, *_ = self.merge(z, tokens)
         return z + self.transformed(z)
 
@@ -57,7 +50,7 @@ class SequentialMixin(SizedMixin):
         return (cast("Any", self).attn,)
 
     def look(self, *given: Any, **context: Any) -> dict[str, Tensor]:
-        """A mean over the layers of attention, where there are several."""
+        """The hints of a merger; those of several layers of attention are averaged."""
         *projected, size, needs = given
         power, first = self.slot.counting, self.class_token
         found = [
@@ -69,35 +62,23 @@ class SequentialMixin(SizedMixin):
         return {name: torch.stack([hints[name] for hints in found]).mean(0) for name in found[0]}
 
 
-class MergingBlock(SequentialMixin, HostBlock):
+class MergingBlock(PreNormMixin, SequentialMixin, HostBlock):
     """A ViT block that merges its attention output: the paper's block for regular transformers."""
 
-    def attended(self, x: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        return self.drop_path1(self.ls1(attend(self.attn, self.norm1(x))))
 
-    def transformed(self, z: Tensor) -> Tensor:
-        return self.drop_path2(self.ls2(self.mlp(self.norm2(z))))
-
-
-class MergingResPostBlock(SequentialMixin, ResPostBlock):
-    """A block that normalises what its halves give."""
-
-    def attended(self, x: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        return self.drop_path1(self.norm1(attend(self.attn, x)))
-
-    def transformed(self, z: Tensor) -> Tensor:
-        return self.drop_path2(self.norm2(self.mlp(z)))
+class MergingResPostBlock(PostNormMixin, SequentialMixin, ResPostBlock):
+    """A block with post-normalisation."""
 
 
 class MergingParallelThingsBlock(SequentialMixin, ParallelThingsBlock):
-    """A block of several layers of attention side by side, then several MLPs."""
+    """A block of several parallel layers of attention, then several parallel MLPs."""
 
     def layers(self) -> tuple[Any, ...]:
         return tuple(cast("Any", half).attn for half in self.attns)
 
-    def attended(self, x: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    def attended(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         halves = cast("list[Any]", list(self.attns))
-        outs = [half.drop_path(half.ls(attend(half.attn, half.norm(x)))) for half in halves]
+        outs = [half.drop_path(half.ls(attend(half.norm(x), half.attn))) for half in halves]
         return torch.stack(outs).sum(dim=0)
 
     def transformed(self, z: Tensor) -> Tensor:
@@ -105,7 +86,7 @@ class MergingParallelThingsBlock(SequentialMixin, ParallelThingsBlock):
 
 
 class ParallelMixin(SizedMixin):
-    """A block with attention and MLP side by side: it merges what they give together."""
+    """A block with attention and MLP in parallel: it merges the sum of their outputs."""
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -131,7 +112,7 @@ class MergingParallelScalingBlock(ParallelMixin, ParallelScalingBlock):
 
 
 class MergingDiffParallelScalingBlock(ParallelMixin, DiffParallelScalingBlock):
-    """The same with differential attention."""
+    """A block of ViT-22B with differential attention."""
 
 
 class MergingVisionTransformer(MergingSequenceModel, VisionTransformer):

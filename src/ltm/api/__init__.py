@@ -1,4 +1,4 @@
-"""The door: convert a model, look at it, freeze it, save it, undo it."""
+"""The main functions: convert a model, look inside, fit, freeze, save, and undo it."""
 
 from ltm.adapters import Conversion
 from ltm.adapters.blocks import Record

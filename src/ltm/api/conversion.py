@@ -1,4 +1,4 @@
-"""Convert a model, change how much it merges, look inside, undo it."""
+"""Convert a model, change how much it merges, look inside, and undo it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ltm.methods.base import Merger, MethodConfig, Site
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion changed. Print it."""
+    """What a conversion changed, to be printed."""
 
     family: str
     method: str
@@ -45,7 +45,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """MACs after over MACs before."""
+        """MACs after the conversion over MACs before it."""
         return self.macs_after / self.macs_before
 
     def __str__(self) -> str:
@@ -73,8 +73,8 @@ def merge_tokens_(
 ) -> ConversionReport:
     """Make a network merge tokens, in place.
 
-    The model keeps its checkpoint keys and its interface; `unmerge_tokens_` undoes it. A model or a
-    config that cannot work is a ValueError, raised before the model is changed.
+    The model keeps its checkpoint keys and its interface; `unmerge_tokens_` undoes it. If the model
+    or the config cannot work, a ValueError is raised before the model is changed.
     """
     _require_network(model)
     if not isinstance(config, MethodConfig):
@@ -103,15 +103,15 @@ def _require_network(model: object) -> None:
 
 
 def unmerge_tokens_(model: nn.Module) -> None:
-    """Give the model back as it was before `merge_tokens_`."""
+    """Undo `merge_tokens_`."""
     conversion_of(model)
     revert_(model)
 
 
 def unmerged_copy(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
-    """A copy that merges nothing, of a model that merges or not.
+    """A copy of a model that merges nothing, whether or not the model does.
 
-    With `share_weights` its tensors are the model's own; merging does not change them.
+    With `share_weights` the copy uses the tensors of the model, which merging does not change.
     """
     shared = [*model.parameters(), *model.buffers()] if share_weights else []
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
@@ -127,21 +127,21 @@ def merging_copy(
     *,
     share_weights: bool = False,
 ) -> nn.Module:
-    """A copy that merges as `config` says, whatever the model does."""
+    """A copy of a model that merges as `config` says, whether or not the model merges."""
     copied = unmerged_copy(model, share_weights=share_weights)
     merge_tokens_(copied, config, image_size)
     return copied
 
 
 def set_ratio_(model: nn.Module, ratio: float) -> ConversionReport:
-    """Change how much a converted model merges; learned values are kept where they fit."""
+    """Change how much a converted model merges; learned values are kept if their shapes fit."""
     return reconvert_(model, conversion_of(model).config.with_amount(ratio=ratio))
 
 
 def reconvert_(
     model: nn.Module, config: MethodConfig, image_size: tuple[int, int] | None = None
 ) -> ConversionReport:
-    """Convert a converted model anew with other settings of the same method."""
+    """Convert a converted model again, with other settings of the same method."""
     before = conversion_of(model)
     if before.frozen:
         raise ValueError("model: it is frozen, and a frozen model cannot be changed.")
@@ -164,7 +164,7 @@ def merging_network(model: nn.Module) -> nn.Module | None:
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """What was done to a model; a ValueError where nothing was."""
+    """The `Conversion` of a model; a ValueError if it was not converted."""
     conversion = getattr(model, ATTRIBUTE, None)
     if not isinstance(conversion, Conversion):
         raise ValueError("model: it merges no tokens; call merge_tokens_ first.")
@@ -172,15 +172,15 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 
 def note_(model: nn.Module, **changes: Any) -> None:
-    """Change what a converted model says was done to it."""
+    """Change fields of a model's `Conversion`."""
     setattr(model, ATTRIBUTE, dataclasses.replace(conversion_of(model), **changes))
 
 
 def report(model: nn.Module) -> ConversionReport:
     """The report of a converted model.
 
-    Its MACs are those of `gmacs`, with the mask modules at work: a budget that is met here stays
-    met when class statistics are collected. `freeze_` counts anew what it leaves.
+    MACs are those of `gmacs`, which include informative weights from the start: a budget that is
+    met here is still met once class statistics are collected. `freeze_` counts again.
     """
     done = conversion_of(model)
     num_blocks = done.sites[0].depth if done.sites else 0
@@ -222,7 +222,7 @@ def gmacs(model: nn.Module, image_size: int | tuple[int, int] | None = None) -> 
 
 
 def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) -> tuple[int, int]:
-    """The input size that is meant: the given one, or else the model's own."""
+    """The given input size, or else the model's own."""
     if given is not None:
         return _pixels(given)
     if is_merging(model):
@@ -242,7 +242,7 @@ def image_size_of(model: nn.Module, given: int | tuple[int, int] | None = None) 
 
 
 def _pixels(given: int | tuple[int, int]) -> tuple[int, int]:
-    """Height and width of images; what is none is a ValueError."""
+    """Height and width in pixels; a ValueError if the value is no size."""
     sides = tuple(given) if isinstance(given, tuple | list) else (given, given)
     try:
         height, width = map(index, sides)
@@ -255,7 +255,7 @@ def _pixels(given: int | tuple[int, int]) -> tuple[int, int]:
 
 @torch.no_grad()
 def merge_maps(model: nn.Module, images: Tensor) -> dict[int, Tensor]:
-    """For each merging block, the weight of every patch in every token: `b n0 p`.
+    """The weight of each patch in each token, `b n0 p`, by merging block.
 
     Columns sum to one. The patches are those at the start of the block's stage.
     """
@@ -270,9 +270,9 @@ def merge_maps(model: nn.Module, images: Tensor) -> dict[int, Tensor]:
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[list[Record]]:
-    """Collect what happens at every block of a converted model in the forwards inside.
+    """Collect what happens at each block of a converted model in forwards inside.
 
-    They are eager ones, compiled or not: graphs keep no records.
+    They run eagerly, even if the model is compiled: graphs keep no records.
     """
     state = conversion_of(model).state
     with torch.compiler.set_stance("force_eager"), state.watching() as records:
@@ -281,9 +281,9 @@ def watching(model: nn.Module) -> Iterator[list[Record]]:
 
 @contextmanager
 def merging_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its conversion, in the forwards and backwards inside.
+    """Make forwards and backwards inside those of the original model.
 
-    Mask modules stay where they are and wait: for warm-up epochs, and to compare with the original.
+    Mergers stay in place, unused: for warm-up epochs, and for comparison with the original.
     """
     done = conversion_of(model)
     with done.state.pausing(), adapter_of(done.family).pausing(model):
@@ -292,6 +292,6 @@ def merging_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def announcing(model: nn.Module, labels: Tensor | None) -> Iterator[None]:
-    """Let the mask modules see the labels of the forwards inside in training."""
+    """Give the mergers the labels of the images, in training forwards inside."""
     with conversion_of(model).state.announcing(labels):
         yield

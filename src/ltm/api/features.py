@@ -1,4 +1,4 @@
-"""Features of a converted network: their mean, and all patches again."""
+"""Use the features of a converted network: average them, or restore one token per patch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ltm.core.merge import pool_by_size, restore_through
 
 
 def pool_tokens(model: nn.Module, features: Tensor) -> Tensor:
-    """The mean over patches, `b t c -> b c`: tokens are weighed by their sizes.
+    """The mean over patches, `b t c -> b c`, with tokens weighted by size.
 
     `features` come from the last forward, or from an earlier `forward_features`.
     """
@@ -22,7 +22,7 @@ def pool_tokens(model: nn.Module, features: Tensor) -> Tensor:
 
 
 def restore_tokens(model: nn.Module, features: Tensor) -> Tensor:
-    """A token for each patch, `b t c -> b n c`, as the original network gives them.
+    """One token per patch, `b t c -> b n c`, as in the original network.
 
     Patches that were merged get the same token. Prefix tokens come first, as before.
     """

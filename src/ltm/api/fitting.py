@@ -1,4 +1,4 @@
-"""What methods take from images: class statistics, and a share of MACs that is met as a mean."""
+"""What methods learn from images without training: class statistics, and thresholds for a ratio."""
 
 from __future__ import annotations
 
@@ -33,17 +33,22 @@ def fit_(
     tolerance: float = 0.005,
     batch_size: int = 32,
 ) -> None:
-    """Give a converted model what its method takes from images; most methods take nothing.
+    """Fit what the method of a converted model learns from images; most methods learn nothing.
 
-    A ratio that a method meets as a mean over images is met within `tolerance`; informative
-    weights get class statistics, from labels or else from the model's own predictions. `batches`
-    are normalised images in one tensor, or batches as `collect_statistics_` takes them.
+    A ratio that holds on average over images is met within `tolerance`. Informative weights get
+    class statistics, from labels or else from the model's own predictions. `batches` are normalised
+    images in one tensor, or batches as `collect_statistics_` takes them.
     """
     if isinstance(batches, Tensor):
         batches = batches.split(batch_size)
     fitted = cache(mac_share)
+
+    def share() -> float:
+        _require_repeatable("batches", batches, "several times")
+        return measure_share(model, batches, fitted(model))
+
     images = Images(
-        share=lambda: measure_share(model, batches, fitted(model)),
+        share=share,
         collect_statistics_=lambda: collect_statistics_(model, batches),
     )
     found = [merger for _, merger in mergers(model)]
@@ -52,10 +57,10 @@ def fit_(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MacShare:
-    """Share of the original MACs, given the tokens left after each site.
+    """The share of the original MACs, as a function of the tokens left after each site.
 
-    A site's tokens pass its own MLP and the next attention, whose costs are linear and quadratic
-    in them: `share(x) = constant + sum_l (linear_l x_l + quadratic_l x_l^2)`.
+    The tokens pass an MLP and the next attention, whose costs are linear and quadratic in them:
+    `share(x) = constant + sum_l (linear_l x_l + quadratic_l x_l^2)`.
 
     Letters: b images, s sites.
     """
@@ -92,14 +97,14 @@ def mac_share(model: nn.Module) -> MacShare:
 
 
 _FEW = 16
-"""So few tokens that finding who leaves costs next to nothing."""
+"""Up to this many tokens, matching costs next to nothing."""
 
 
 def _samples(runs: Sequence[tuple[int, list[int]]]) -> Iterator[dict[int, int]]:
     """Sample decreasing counts that never halve.
 
-    Short sequences cannot decrease often enough to tell what tokens cost: there every count is
-    sampled, also where a site keeps all tokens and does no work.
+    Short sequences cannot decrease often enough for a fit, so there every count is sampled, even
+    if a site keeps all tokens and does no work.
     """
     gentle = {b: max(1, n - 1 - i) for n, blocks in runs for i, b in enumerate(blocks)}
     yield gentle
@@ -119,7 +124,7 @@ def _samples(runs: Sequence[tuple[int, list[int]]]) -> Iterator[dict[int, int]]:
 def measure_share(
     model: nn.Module, batches: Tensor | Iterable[Any], share: MacShare | None = None
 ) -> float:
-    """Mean share of MACs over images, from the tokens that are really left of each."""
+    """The mean share of MACs over images, from the tokens that each image really keeps."""
     share = mac_share(model) if share is None else share
     if isinstance(batches, Tensor):
         batches = batches.split(32)
@@ -128,16 +133,19 @@ def measure_share(
     for images, _ in _checked(batches):
         with evaluating(model), watching(model) as records:
             model(images.to(device))
-        left = [
-            _tokens_left(record, len(images)) for record in records if record.merger is not None
-        ]
-        total += float(share(torch.stack(left, dim=1)).sum())
+        found = [record for record in records if record.merger is not None]
+        left = torch.zeros(len(images), len(found), dtype=torch.float64, device=device)
+        for site, record in enumerate(found):
+            left[:, site] = _tokens_left(record, len(images))
+        total += float(share(left).sum())
         num_images += len(images)
+    if num_images == 0:
+        raise ValueError("batches: they hold no images.")
     return total / num_images
 
 
 def _tokens_left(record: Record, num_images: int) -> Float[Tensor, "b"]:
-    """Tokens after a site by image; of attention windows the fullest counts, as it is computed."""
+    """The tokens of each image after a site; with windows, those of the fullest one."""
     merger = record.merger
     assert merger is not None
     k, merged = merger.site.num_prefix, record.merged
@@ -166,9 +174,9 @@ def collect_statistics_(
     """Collect class centroids and Q for every site, from labels or the model's own predictions.
 
     `loader` gives images, or (images, labels); a label of -1 or None is unknown. It is iterated
-    twice: first for centroids, then for memberships. Several processes add up their sums, and some
-    may have no images. Returns the number of images in all processes. If any process fails, the
-    earlier statistics are kept.
+    twice: first for centroids, then for memberships. Several processes add up their sums; some may
+    have no images. Returns the number of images in all processes. If any process fails, the earlier
+    statistics are kept.
     """
     if passes < 2:
         raise ValueError(f"passes: got {passes}; at least 2 are needed, the first for centroids.")
@@ -178,11 +186,7 @@ def collect_statistics_(
             "model: no site keeps class statistics; they belong to methods with informative "
             "weights on a model with classes."
         )
-    if isinstance(loader, Iterator):
-        raise ValueError(
-            f"loader: got a {type(loader).__name__}, which can be gone through once; it is needed "
-            f"{passes} times: give a list or a DataLoader."
-        )
+    _require_repeatable("loader", loader, f"{passes} times")
     with _kept_on_failure(steps):
         for merger in steps:
             merger.forget_statistics_()
@@ -198,9 +202,17 @@ def collect_statistics_(
         return num_images
 
 
+def _require_repeatable(name: str, batches: Iterable[Any], times: str) -> None:
+    if isinstance(batches, Iterator):
+        raise ValueError(
+            f"{name}: got a {type(batches).__name__}, which can be gone through once; it is needed "
+            f"{times}: give a list or a DataLoader."
+        )
+
+
 @contextmanager
 def _kept_on_failure(steps: Sequence[StatisticalMerger]) -> Iterator[None]:
-    """Give mergers back what they know where anything inside fails."""
+    """If anything inside fails, restore the statistics of the mergers."""
     before = [copy.deepcopy(merger.state_dict()) for merger in steps]
     try:
         yield
@@ -215,7 +227,7 @@ def _observe(model: nn.Module, images: Tensor, labels: Tensor | None) -> int:
     device = next(model.parameters()).device
     with evaluating(model), watching(model) as records:
         scores = model(images.to(device))
-    scores = getattr(scores, "logits", scores)  # what networks of transformers give
+    scores = getattr(scores, "logits", scores)  # networks of transformers return an object
     require_finite_images(scores, "loader: the model's scores")
     predictions = scores.argmax(dim=1)
     known = predictions if labels is None else labels.to(device)
@@ -225,7 +237,7 @@ def _observe(model: nn.Module, images: Tensor, labels: Tensor | None) -> int:
 
 @torch.no_grad()
 def observe_(records: Sequence[Record], labels: Tensor) -> None:
-    """Let every site that merged add a batch with its labels to its sums."""
+    """Let every site that merged add a batch with labels to its sums."""
     for record in records:
         if isinstance(record.merger, StatisticalMerger) and record.decision is not None:
             hints = dataclasses.replace(record.hints, labels=labels, size=record.size)
@@ -233,7 +245,7 @@ def observe_(records: Sequence[Record], labels: Tensor) -> None:
 
 
 def _checked(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Images and labels of batches; an error names the index of an image that is not finite."""
+    """The images and labels of batches; an error names images that are not finite."""
     for number, batch in enumerate(loader):
         images, labels = _images_and_labels(batch)
         require_finite_images(images, f"loader: batch {number}")
@@ -241,7 +253,7 @@ def _checked(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
-    """A batch of a loader; what is none is a TypeError."""
+    """The images and labels of a batch; a TypeError if it is something else."""
     parts = tuple(batch) if isinstance(batch, tuple | list) else (batch, None)
     kinds = [Tensor, Tensor | None]
     if len(parts) != 2 or not all(map(isinstance, parts, kinds)):

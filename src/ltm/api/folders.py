@@ -1,7 +1,7 @@
-"""A saved folder is data: what `config.json` may say, and how the weights beside it are checked.
+"""Read and write saved folders: what `config.json` may contain, and how weights are checked.
 
-Only known entries of the right types are read. Nothing in a folder starts a download, names a file
-outside it, or asks for a network much larger than its weights.
+A folder is data. Only known entries of the right types are read, and nothing in a folder can start
+a download, name a file outside it, or ask for a network much larger than its weights.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _OF_OTHERS: dict[str, Any] = dict.fromkeys(
     ),
     Any,
 )
-"""What timm and transformers write beside these; it is never read."""
+"""Other entries that timm and transformers write; they are never read."""
 _IMAGES: dict[str, Any] = {
     "architecture": str | None,
     "input_size": tuple[int, int, int],
@@ -115,11 +115,11 @@ _SOURCES = (
     "custom_load",
     "state_dict",
 )
-"""Where timm once got a network's weights: known, and never followed."""
+"""Where timm got the weights of a network: allowed, but never read."""
 
 
 def image_entries(known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a folder keeps of timm's `pretrained_cfg`: all but where its weights came from."""
+    """The entries of timm's `pretrained_cfg` that a folder keeps: all but the origin of weights."""
     return {name: value for name, value in known.items() if name in _IMAGES}
 
 
@@ -147,7 +147,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_folder(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> None:
-    """Write what a model has learned, and what is known about it, with checksums of both."""
+    """Write the weights of a model and its description, with checksums of both."""
     empty = unset(model)
     tensors = {n: value.contiguous() for n, value in model.state_dict().items() if n not in empty}
     require_own(folder)
@@ -157,9 +157,9 @@ def write_folder(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> N
 
 
 def unset(model: nn.Module) -> set[str]:
-    """Keys of merger tensors that are as conversion makes them: class statistics never taken, say.
+    """Keys of merger tensors that were never set, such as class statistics never collected.
 
-    They are not written, so that timm takes the weights for its own network's; ltm makes them anew.
+    They are not written, so that timm can load the weights into its own network.
     """
     return {
         f"{path}.{name}" for path, merger in mergers_of(model).items() for name in merger.unset()
@@ -167,7 +167,7 @@ def unset(model: nn.Module) -> set[str]:
 
 
 def require_own(folder: Path) -> None:
-    """Refuse to replace a model that ltm has not written."""
+    """Raise an error if writing would replace a model that ltm has not written."""
     complete(folder)
     there = [name for name in (CONFIG, WEIGHTS) if (folder / name).exists()]
     if not there:
@@ -184,7 +184,7 @@ def require_own(folder: Path) -> None:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the description of a folder that has its weights already."""
+    """Write the description of a folder whose weights are already written."""
     entries = {name: value for name, value in config.items() if name != _CHECKSUMS}
     sums = {CONFIG: _checksum(entries), WEIGHTS: _file_checksum(folder / WEIGHTS)}
     write_json(folder / CONFIG, {**entries, _CHECKSUMS: sums})
@@ -193,7 +193,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 def read_tensors(
     folder: Path, config: Mapping[str, Any], *, verify: bool = True
 ) -> dict[str, Tensor]:
-    """The weights of a folder; unless `verify` is off, they and the config are as written.
+    """Read the weights of a folder; `verify` compares weights and config with their checksums.
 
     Folders of 0.1.0 have no checksums.
     """
@@ -220,7 +220,7 @@ def read_tensors(
 
 
 def _checksum(config: Mapping[str, Any]) -> str:
-    """Of what this library reads in a config, whatever others add."""
+    """A checksum of the entries of a config that this library reads."""
     entries = {n: v for n, v in config.items() if n in _NETWORK or n in _DETECTOR}
     if entries.get("pretrained_cfg"):
         entries["pretrained_cfg"] = image_entries(entries["pretrained_cfg"])
@@ -236,7 +236,7 @@ def _file_checksum(path: Path) -> str:
 
 _NAME = re.compile(r"\w+(\.\w+)?", re.ASCII)
 _LARGEST = 10**6
-"""Of a number among a network's arguments."""
+"""The largest number among the arguments of a network."""
 _LARGEST_SIDE = 2**14
 _HARMLESS = ("scriptable", "exportable", "no_jit")
 FACTORY_ARGUMENTS = frozenset(
@@ -245,19 +245,19 @@ FACTORY_ARGUMENTS = frozenset(
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD and name not in _HARMLESS
 ) | {"features_only", "out_indices", "feature_cls", "pruned", "pretrained_model_args"}
-"""Arguments with which timm would load weights, read files or make something else."""
+"""Arguments that make timm load weights, read files or make something other than a network."""
 
 
 def make_host(
     architecture: str, arguments: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> nn.Module:
-    """Make the network that a folder names, without weights; a ValueError where there is none."""
+    """Make the network of timm that a folder names, without weights; a ValueError if it cannot."""
     check_host(architecture, arguments, weights)
     return timm.create_model(architecture, pretrained=False, **arguments)
 
 
 def is_pretrained(config: Mapping[str, Any]) -> bool:
-    """Whether transformers makes the network of a folder."""
+    """Whether the network of a folder is one of transformers."""
     return "model_type" in config and "architecture" not in config
 
 
@@ -269,11 +269,16 @@ _NOT_SETTINGS = frozenset({*_NETWORK, _CHECKSUMS, "architectures", "auto_map", "
 """Entries that transformers would act on, or that are ltm's."""
 
 
+def known_networks() -> dict[str, Any]:
+    """The classes of transformers that can be made, by name."""
+    import_families(["transformers"])
+    return {kind.__name__: kind for adapter in adapters() for kind in adapter.networks()}
+
+
 def make_pretrained(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
     """Make the network of transformers that a folder names, without weights."""
     require("transformers")
-    import_families(["transformers"])
-    known: dict[str, Any] = {k.__name__: k for a in adapters() for k in a.networks()}
+    known = known_networks()
     named = config.get("architectures") or [None]
     if not isinstance(named, list) or named[0] not in known:
         raise ValueError(
@@ -292,7 +297,7 @@ def make_pretrained(config: Mapping[str, Any], weights: Mapping[str, Tensor]) ->
 
 
 def _check_setting(name: str, value: Any) -> None:
-    """Refuse what is no plain value, or a group of such."""
+    """Raise a ValueError unless a setting is a plain value or a group of plain values."""
     if isinstance(value, dict):
         for inner, each in cast("Mapping[str, Any]", value).items():
             _check_setting(f"{name}.{inner}", each)
@@ -301,9 +306,9 @@ def _check_setting(name: str, value: Any) -> None:
 
 
 def _limits(weights: Mapping[str, Tensor]) -> tuple[int, int]:
-    """The most layers and numbers that a network of these weights may have.
+    """The most layers and the most numbers that a network with these weights may have.
 
-    It has hardly more layers than tensors, and few buffers that are not saved.
+    Networks have hardly more layers than tensors, and few buffers that are not saved.
     """
     return 20 * len(weights) + 1000, 4 * sum(w.numel() for w in weights.values()) + 2**24
 
@@ -311,7 +316,7 @@ def _limits(weights: Mapping[str, Tensor]) -> tuple[int, int]:
 def check_host(
     architecture: str, arguments: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> None:
-    """Refuse what is no plain network of timm that the `weights` fill; takes no memory for it."""
+    """Raise a ValueError unless timm can make the network and `weights` fill it; uses no memory."""
     if not _NAME.fullmatch(architecture) or not timm.is_model(architecture.partition(".")[0]):
         raise ValueError(
             f"architecture is {architecture!r:.80}, no network of timm: give a model made like "
@@ -337,14 +342,14 @@ def _require_room(outline: nn.Module, room: int) -> None:
 
 
 def _check_argument(name: str, value: Any) -> None:
-    """Refuse arguments that are more than plain settings of a network."""
+    """Raise a ValueError unless an argument is a plain setting of a network."""
     if name in FACTORY_ARGUMENTS or not name.isidentifier():
         raise ValueError(f"model_args: {name:.80} is no setting of a network")
     _check_plain(f"model_args: {name}", value)
 
 
 def _check_plain(name: str, value: Any) -> None:
-    """Refuse what is no plain value, nor a list of such."""
+    """Raise a ValueError unless a value is plain, or a list of plain values."""
     if isinstance(value, list | tuple):
         for each in cast("Sequence[Any]", value):
             _check_plain(name, each)
@@ -358,7 +363,7 @@ def _check_plain(name: str, value: Any) -> None:
 
 @contextmanager
 def _at_most(most: int) -> Iterator[None]:
-    """Stop making a network of more than so many layers, in this thread."""
+    """Raise a ValueError if a network with more layers is made inside, in this thread."""
     count, here = 0, threading.get_ident()
 
     def note(*_: object) -> None:
@@ -375,7 +380,7 @@ def _at_most(most: int) -> Iterator[None]:
 
 
 def check_image_size(size: Sequence[int]) -> None:
-    """Refuse a size of images that no network here was saved for."""
+    """Raise a ValueError for an image size that no network can have been saved for."""
     if not all(1 <= side <= _LARGEST_SIDE for side in size):
         raise ValueError(
             f"image_size is {tuple(size)!r:.80}; sides must be from 1 to {_LARGEST_SIDE}."
@@ -384,7 +389,7 @@ def check_image_size(size: Sequence[int]) -> None:
 
 @contextmanager
 def refused(folder: Path) -> Iterator[None]:
-    """Say of which folder an error is; what timm and torch raise becomes a sentence too."""
+    """Turn any error inside into a ValueError of one sentence that names the folder."""
     try:
         yield
     except Exception as error:
@@ -392,7 +397,7 @@ def refused(folder: Path) -> Iterator[None]:
 
 
 def saved_folder(folder: Path) -> Path:
-    """The folder of a saved network, where that of a training run may be given too."""
+    """The folder of a saved network, given that folder or the one of a training run."""
     complete(folder)
     inner = folder / "model"
     return inner if not (folder / CONFIG).is_file() and (inner / CONFIG).is_file() else folder

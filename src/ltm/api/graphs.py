@@ -1,4 +1,4 @@
-"""A network as a CUDA graph: the processor launches a whole forward at once."""
+"""Run a network as a CUDA graph: the CPU launches a whole forward at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ltm.core.validation import first_line
+
 
 class Captured:
-    """A forward that was recorded once, and is replayed on batches of at most that many images.
+    """A recorded forward, replayed on batches of at most as many images.
 
-    A graph reads the memory that it was recorded with: the model and its input stay referenced.
+    A graph reads the memory it was recorded with, so it keeps the model and its input alive.
     """
 
     def __init__(self, run: Callable[[Tensor], Any], images: Tensor) -> None:
@@ -21,7 +23,7 @@ class Captured:
         self._replay, self._output = _record(run, self.images)
 
     def __call__(self, images: Tensor) -> Any:
-        """What the network gives; on `self.images` itself nothing is copied."""
+        """The output of the network; with `self.images` itself as input nothing is copied."""
         if images is self.images:
             self._replay()
             return self._output
@@ -54,7 +56,7 @@ def capture(model: Callable[[Tensor], Any], images: Tensor) -> Captured:
 
 
 def _record(run: Callable[[Tensor], Any], images: Tensor) -> tuple[Callable[[], None], Any]:
-    """How to run again on what is in `images` then, and where the output will be."""
+    """A function that runs again on the contents of `images`, and the tensors it writes to."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(images.device), torch.no_grad():
         _refuse_synchronisation(run, images)
@@ -70,7 +72,7 @@ def _record(run: Callable[[Tensor], Any], images: Tensor) -> tuple[Callable[[], 
 
 
 def _refuse_synchronisation(run: Callable[[Tensor], Any], images: Tensor) -> None:
-    """Fail before the capture: one that breaks off half-way leaves the allocator in disorder."""
+    """Fail before the capture: one that fails halfway leaves the allocator in a broken state."""
     run(images)
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
@@ -78,10 +80,9 @@ def _refuse_synchronisation(run: Callable[[Tensor], Any], images: Tensor) -> Non
     try:
         run(images)
     except RuntimeError as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             "it cannot be captured: its token counts, or something else that the processor waits "
-            f"for, depend on the images ({reason})"
+            f"for, depend on the images ({first_line(error)})"
         ) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)

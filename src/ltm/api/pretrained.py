@@ -1,4 +1,4 @@
-"""Networks of Hugging Face transformers by name: of the hub, or of a folder."""
+"""Open a network of Hugging Face transformers, from the hub or a folder."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, cast
 
 from torch import nn
 
-from ltm.adapters.base import adapters, import_families, select_adapter
+from ltm.adapters.base import select_adapter
+from ltm.api.folders import known_networks
 from ltm.core.validation import first_line
 from ltm.extras import require
 
 SCHEME = "hf:"
-"""How a name of transformers begins."""
+"""The prefix of names of transformers."""
 _SECONDS_TO_REACH = 10.0
-_RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
-"""PIL's numbers, which processors store."""
+_RESAMPLING: dict[Any, str] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""PIL's numbers, as processors store them."""
 
 
 @contextmanager
@@ -41,21 +42,20 @@ def reaching_hub() -> Iterator[str]:
 
 
 def open_pretrained(name: str) -> nn.Module:
-    """A network with its weights, which takes images and gives scores where it has classes.
+    """Load a network with its weights; a classifier takes images and returns scores.
 
     No code of the hub runs, and nothing is unpickled.
 
     Args:
-        name: of the hub, or a folder that `save_pretrained` wrote.
+        name: a name on the hub, or a folder that `save_pretrained` wrote.
     """
     transformers = require("transformers")
-    import_families(["transformers"])
     with nullcontext("") if Path(name).exists() else reaching_hub() as unreached:
         return _opened(name, transformers, unreached)
 
 
 def _opened(name: str, transformers: Any, unreached: str) -> nn.Module:
-    known: dict[str, Any] = {k.__name__: k for a in adapters() for k in a.networks()}
+    known = known_networks()
     try:
         config: Any = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -74,11 +74,11 @@ def _opened(name: str, transformers: Any, unreached: str) -> nn.Module:
             f"the weights of model {SCHEME}{name} cannot be read ({first_line(error)}): it needs a "
             "model.safetensors that fits its config.json"
         ) from error
-    return prepared_(model, preprocessing(name, config), name)
+    return _prepared_(model, preprocessing(name, config), name)
 
 
-def prepared_(model: nn.Module, images: Mapping[str, Any], name: str) -> nn.Module:
-    """What verbs ask of a network: scores, how images are prepared, names of classes."""
+def _prepared_(model: nn.Module, images: Mapping[str, Any], name: str) -> nn.Module:
+    """Add what verbs need: scores, the preprocessing of images, class names."""
     host = cast("Any", model)
     labels = getattr(host.config, "id2label", None) or {}
     names = [labels[index] for index in sorted(labels)]
@@ -94,25 +94,25 @@ def prepared_(model: nn.Module, images: Mapping[str, Any], name: str) -> nn.Modu
 
 
 def give_scores_(model: nn.Module) -> None:
-    """Let a classifier of transformers give scores alone; timm's networks do."""
+    """Make a classifier of transformers return scores, as timm's networks do."""
     select_adapter(model).give_scores_(model)
 
 
 def preprocessing(name: str, config: Any) -> dict[str, Any]:
-    """How the folder's processor prepares images, as an entry of timm says it."""
+    """The preprocessing of the network's image processor, as entries of timm."""
     transformers = require("transformers")
     try:
         stored = transformers.AutoImageProcessor.from_pretrained(name).to_dict()
-    except (OSError, ValueError):  # a folder without one
+    except (OSError, ValueError):  # there is no processor
         stored = {}
     vision = getattr(config, "vision_config", config)
-    return image_entries(stored, int(getattr(vision, "image_size", 224)))
+    return processor_entries(stored, int(getattr(vision, "image_size", 224)))
 
 
-def image_entries(stored: Mapping[str, Any], side: int) -> dict[str, Any]:
-    """A processor's settings in timm's words.
+def processor_entries(stored: Mapping[str, Any], side: int) -> dict[str, Any]:
+    """A processor's settings as entries of timm.
 
-    A size of height and width squashes images; a shortest edge is cropped where the processor does.
+    A size with height and width squashes images; a shortest edge is cropped if the processor crops.
     """
     size: Mapping[str, Any] = stored.get("size") or {}
     crops = bool(stored.get("do_center_crop"))
@@ -124,7 +124,7 @@ def image_entries(stored: Mapping[str, Any], side: int) -> dict[str, Any]:
         "input_size": (3, height, width),
         "crop_pct": min(1.0, height / edge) if edge else 1.0,
         "crop_mode": "center" if edge else "squash",
-        "interpolation": _RESAMPLING.get(int(stored.get("resample", 3)), "bicubic"),
+        "interpolation": _RESAMPLING.get(stored.get("resample"), "bicubic"),
     }
     for ours, theirs in (("mean", "image_mean"), ("std", "image_std")):
         entries[ours] = tuple(stored.get(theirs) or (0.5, 0.5, 0.5))

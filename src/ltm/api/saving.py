@@ -1,4 +1,4 @@
-"""Freeze a converted model, save it, load it."""
+"""Freeze, save and load a converted model."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def freeze_(model: nn.Module) -> nn.Module:
     """Make a converted model ready for deployment.
 
     Masks that do not depend on the image become constants, patches are embedded by a matrix product
-    where that is faster, and parts that only training needs are dropped. Outputs are those of
+    if that is faster, and parts that only training needs are dropped. Outputs are those of
     evaluation mode. MACs are counted again: informative weights without statistics no longer count,
-    but a constant mask on a sequence also multiplies the prefix tokens, so the share can end
+    but a constant mask on a sequence also multiplies the prefix tokens, so the share can end up
     slightly above the budget.
     """
     done = conversion_of(model)
@@ -67,7 +67,7 @@ def freeze_(model: nn.Module) -> nn.Module:
 
 
 def _freeze_mergers_(model: nn.Module) -> None:
-    """Put frozen mergers in their places, as they decide on an empty image."""
+    """Replace mergers by frozen ones, from their decisions on a blank image."""
     done, parameter = conversion_of(model), next(model.parameters())
     images = parameter.new_zeros(1, channels_of(model), *done.image_size)
     model.eval()
@@ -83,9 +83,9 @@ def _freeze_mergers_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _freeze_as_(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put mergers in their places like those of a frozen model; the weights to load into it.
+    """Replace mergers by frozen ones, without values; return the weights to load into the model.
 
-    Version 0.1.0 saved running means beside the constants that were made of them: they are left.
+    Version 0.1.0 saved running means beside the constants made from them; those are left out.
     """
     left = dict(weights)
     for path, merger in list(mergers(model)):
@@ -109,11 +109,11 @@ def _replace_(model: nn.Module, path: str, merger: Merger) -> None:
 def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | None = None) -> Path:
     """Write a converted model as `model.safetensors` and a readable `config.json`.
 
-    The layout is that of timm on the Hugging Face hub, or of transformers for a network of its
-    own, with one more entry, `token_merging`. Class names are kept for predictions, unless they are
-    just numbers.
+    The layout is that of timm on the Hugging Face hub, or that of transformers for its networks,
+    with one more entry, `token_merging`. Class names are kept for predictions, unless they are just
+    numbers.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps it
     done = conversion_of(model)
     _require_whole(model)
     require_finite(model.state_dict(), "model: ")
@@ -132,13 +132,13 @@ def save(model: nn.Module, folder: str | Path, *, class_names: Sequence[str] | N
 
 
 def telling_names(names: Sequence[str]) -> tuple[str, ...] | None:
-    """The names of classes; None where they are but their numbers: timm may know better ones."""
+    """The class names; None if they are just numbers, for which timm may know better names."""
     numbered = all(name.isdecimal() and int(name) == at for at, name in enumerate(names))
     return None if numbered else tuple(names)
 
 
 def names_for(model: nn.Module, class_names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The names to keep with a model, one per class; None where they are but their numbers."""
+    """The class names to save with a model, one per class; None if they are just numbers."""
     names = telling_names(class_names or ())
     number = int(getattr(model, "num_classes", 0) or 0)
     if names is not None and len(names) != number:
@@ -162,13 +162,13 @@ def load(folder: str | Path, model: nn.Module | None = None, *, verify: bool = T
 
     timm does not remember all arguments of a model. If yours was made with unusual ones, give a
     `model` made with the same; it is not changed if the file does not fit. A folder is data:
-    nothing is unpickled, downloaded or read from elsewhere. A folder that changed after saving is
-    refused; `verify=False` loads one that you edited.
+    nothing is unpickled, downloaded or read from elsewhere. A folder that was changed after saving
+    is refused; `verify=False` loads one that you edited.
     """
     folder = saved_folder(Path(folder))
     config = _read_config(folder)
     with refused(folder):
-        _read_merging(config["token_merging"])  # says more than that the folder was changed
+        _read_merging(config["token_merging"])  # its errors say more than a wrong checksum
     weights = read_tensors(folder, config, verify=verify)
     with refused(folder):
         return _load(config, weights, model)
@@ -204,14 +204,14 @@ def become_saved_(
     frozen: bool,
     macs: int | None = None,
 ) -> dict[str, Tensor]:
-    """Give a freshly converted network the parts that a saved one had; the weights to load into it.
+    """Prepare a freshly converted network for saved weights; return the weights to load into it.
 
     Args:
-        model: the network, or what holds it, such as a detector.
-        weights: those that were saved, in the model's keys.
-        active: of every merger, whether it was at work.
-        frozen: whether the network was.
-        macs: those of the frozen network; counted where they are not known.
+        model: the network, or a model that holds it, such as a detector.
+        weights: the saved weights, with the keys of the model.
+        active: for each merger, whether its class statistics were in use.
+        frozen: whether the saved network was frozen.
+        macs: those of the frozen network; None counts them.
     """
     network = merging_network(model)
     assert network is not None
@@ -229,9 +229,9 @@ def become_saved_(
 def load_exactly_(
     model: nn.Module, weights: Mapping[str, Tensor], problem: str = "", advice: str = ""
 ) -> None:
-    """Load weights that fit a model in full; the first that does not is named.
+    """Load weights strictly; an error names the first one that does not fit.
 
-    Version 0.1.0 wrote merger tensors that were never set, too.
+    Merger tensors that were never set may be missing.
     """
     own = model.state_dict()
     weights = {**{name: own[name] for name in unset(model)}, **weights}
@@ -249,17 +249,17 @@ def _made(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module
 
 
 def host_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What timm makes the network of a folder with.
+    """The arguments with which timm makes the network of a folder.
 
-    The number of classes is at the root: transformers refuses it among `model_args`, where version
-    0.1.0 wrote it.
+    The number of classes is an entry of its own, since transformers refuses it in `model_args`,
+    where version 0.1.0 wrote it.
     """
     arguments: dict[str, Any] = config.get("model_args", {})
     return {**arguments, "num_classes": arguments.get("num_classes", config.get("num_classes", 0))}
 
 
 def _read_merging(merging: Mapping[str, Any]) -> tuple[dict[str, Any], MethodConfig]:
-    """How a saved network merges: what its conversion came to, and the method's settings."""
+    """The result of a saved network's conversion, and the settings of its method."""
     known = {name: value for name, value in merging.items() if name in _CONVERSION}
     check_entries(known, _CONVERSION, "token_merging.", required=_CONVERSION)
     check_image_size(known["image_size"])
@@ -286,14 +286,14 @@ _NOT_ITS_SHAPE = ("pretrained", "num_classes", "drop_path_rate")
 
 
 def remember_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
-    """Note on a timm model what it was made with, which timm forgets and `save` needs."""
+    """Store on a timm model the arguments it was made with, which `save` needs."""
     kept = {name: value for name, value in arguments.items() if name not in _NOT_ITS_SHAPE}
     setattr(model, _MADE_WITH, {**getattr(model, _MADE_WITH, {}), **kept})
     return model
 
 
 def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, Any]:
-    """What timm needs to make the host again, and to prepare its images."""
+    """The entries that timm needs to make the network again and to prepare its images."""
     host: Any = model
     known = dict(getattr(host, "pretrained_cfg", None) or {})
     arguments: dict[str, Any] = {}
@@ -309,7 +309,7 @@ def _host_arguments(model: nn.Module, image_size: tuple[int, int]) -> dict[str, 
     if isinstance(getattr(host, "global_pool", None), str) and known:
         arguments["global_pool"] = host.global_pool
     made_with: dict[str, Any] = getattr(host, _MADE_WITH, {})
-    # What it has become goes first: it may have been resized since.
+    # Its present arguments take precedence: it may have been resized since.
     arguments = {
         name: value
         for name, value in made_with.items()
@@ -333,7 +333,7 @@ def _host_name(model: nn.Module) -> str:
 
 
 def _at_size(known: dict[str, Any], size: tuple[int, int, int]) -> dict[str, Any]:
-    """What timm knows about a host's images, with channels and size as it was converted for."""
+    """Entries of timm about images, with the size that the model was converted for."""
     before = tuple(known.get("input_size") or ())
     if not before or before == size:
         return known
@@ -342,7 +342,7 @@ def _at_size(known: dict[str, Any], size: tuple[int, int, int]) -> dict[str, Any
 
 
 def _expect_(model: nn.Module, saved: Mapping[str, Any], image_size: tuple[int, int]) -> None:
-    """Let timm's transforms prepare images as they were when the model was saved."""
+    """Give a model the entries of timm about images that were saved."""
     if not saved:
         return
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
@@ -373,7 +373,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def misfits(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """What keeps weights from loading strictly, by name."""
+    """The tensors that keep weights from loading strictly, each with its reason."""
     own = model.state_dict()
     shapes = {
         name: f"{tuple(weights[name].shape)} instead of {tuple(value.shape)}"
@@ -385,13 +385,13 @@ def misfits(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 _TELLING = ("num_heads", "eps")
-"""Settings that change outputs and no shape."""
-# What rests in evaluation, or does nothing.
+"""Settings that change outputs but no shape."""
+# Layers that do nothing in evaluation.
 _IDLE = ("Identity", "Dropout", "Dropout1d", "Dropout2d", "DropPath", "PatchDropout")
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of the place, kind and telling settings of every layer, before any conversion."""
+    """A hash of the path, kind and settings of each layer, without the conversion."""
     shadow = meta_copy(model)
     if is_merging(shadow):
         revert_(shadow)
@@ -401,7 +401,7 @@ def fingerprint(model: nn.Module) -> str:
 
 def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, str, str]]:
     children = list(module.named_children())
-    # Blocks are told by what they hold: versions of timm name them differently.
+    # Only leaf layers have a kind: versions of timm name blocks differently.
     kind = "" if children else _kind(module)
     settings = " ".join(f"{n}={getattr(module, n)}" for n in _TELLING if hasattr(module, n))
     if kind not in _IDLE and (kind or settings):
@@ -411,7 +411,7 @@ def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _kind(module: nn.Module) -> str:
-    """The name of a layer's class, torch's own where it derives from one."""
+    """The name of the torch class that a layer derives from, or that of its own class."""
     kinds = type(module).__mro__
     found = next(kind for kind in kinds if kind.__module__.startswith("torch.nn.modules"))
     return type(module).__name__ if found is nn.Module else found.__name__

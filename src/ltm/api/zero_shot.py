@@ -1,7 +1,7 @@
-"""Zero-shot classifiers: an image tower whose classes are prompts that a text tower has read.
+"""Zero-shot classifiers: an image tower, with text features of prompts as its classes.
 
 `hf:NAME` is a CLIP or SigLIP of transformers. `open_clip:NAME:TAG`, `open_clip:hf-hub:NAME` and
-`open_clip:local-dir:FOLDER` are models of open_clip; those whose image tower is timm's can merge.
+`open_clip:local-dir:FOLDER` are models of open_clip; those with an image tower of timm can merge.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TEMPLATES = ("a photo of a {}.",)
 
 
 class ZeroShotClassifier(nn.Module):
-    """Takes images and gives a score a class: how alike the image and the class's prompts are."""
+    """Scores images by their similarity to the prompts of each class."""
 
     classes: Tensor
-    """A direction a class, `k d`."""
+    """One direction per class, `k d`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ZeroShotClassifier(nn.Module):
         bias: float = 0.0,
         pretrained_cfg: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take an image tower that gives features `b d`, and features of the classes, `k d`."""
+        """Take an image tower, which gives features `b d`, and class features `k d`."""
         super().__init__()
         self.tower = tower
         self.register_buffer("classes", functional.normalize(classes.float(), dim=-1))
@@ -54,7 +54,7 @@ class _Towers(NamedTuple):
 
     images: nn.Module
     read: Callable[[list[str]], Tensor]
-    """The features of texts, `k d`."""
+    """Gives the features of texts, `k d`."""
     scale: float
     bias: float
     pretrained_cfg: dict[str, Any]
@@ -63,12 +63,12 @@ class _Towers(NamedTuple):
 def open_zero_shot(
     name: str, class_names: Sequence[str], templates: Sequence[str] = TEMPLATES
 ) -> ZeroShotClassifier:
-    """A classifier of these classes, from a model of images and texts.
+    """Make a classifier from a model of images and texts.
 
     Args:
         name: `hf:NAME`, `open_clip:NAME:TAG`, or another form of this module's docstring.
-        class_names: what the classes are called.
-        templates: texts with {} in the place of the name; a class is the mean of its prompts.
+        class_names: the names of the classes.
+        templates: texts with {} in place of the name; a class is the mean over its prompts.
     """
     for template in templates:
         if "{}" not in template:
@@ -169,7 +169,7 @@ def _of_open_clip(name: str) -> _Towers:
 
 
 def _entries(known: Mapping[str, Any]) -> dict[str, Any]:
-    """open_clip's preprocessing in timm's words."""
+    """The preprocessing of open_clip as entries of timm."""
     size = known.get("size", 224)
     height, width = (size, size) if isinstance(size, int) else size
     return {

@@ -1,4 +1,4 @@
-"""Attention to tokens that count by their size, and how much attention each token receives.
+"""Proportional attention, in which a token counts by its size, and the attention tokens receive.
 
 Letters: b images, t tokens with their prefix, h heads, d channels of a head, w = 3 h d the width of
 queries, keys and values together.
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ltm.kernels.dispatch import operator, uses_triton
 
 _MAX_HEAD = 128
-"""Wider heads would need more shared memory than GPUs have."""
+"""Kernels for wider heads would need more shared memory than GPUs have."""
 
 
 @runtime_checkable
@@ -45,9 +45,9 @@ def attend(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Float[Tensor, "b t c"]:
-    """The layer's output where a token counts as often as its size, to a power, says.
+    """The layer's output with tokens weighted by their size to a power.
 
-    Masks are for tokens that all count alike.
+    `mask` and `is_causal` are used if `size` is None.
     """
     if size is None:
         return layer(x, attn_mask=mask, is_causal=is_causal)
@@ -60,7 +60,7 @@ def attend(
 
 
 def has_kernel(layer: Any, x: Float[Tensor, "b t c"], head_dim: int) -> bool:
-    """Whether `attend_sized` takes over from a layer whose heads are this wide; nobody listens."""
+    """Whether `attend_sized` can replace a layer with heads this wide; hooks on it prevent that."""
     learned = layer.parameters() if torch.is_grad_enabled() else ()
     hooked = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
     return head_dim <= _MAX_HEAD and not hooked and uses_triton(x, *learned)
@@ -73,39 +73,42 @@ def attend_sized(
     size: Float[Tensor, "_ t"],
     scale: float,
     power: float = 1.0,
+    rotation: Rotation | None = None,
 ) -> Float[Tensor, "b t c"]:
-    """By a kernel: what heads answer where a token counts as often as its size says."""
+    """The output of the heads, by a kernel, with tokens weighted by size; turned if rotary."""
+    if rotation is not None:
+        query, key = turn(query, rotation), turn(key, rotation)
     return _attention_of(query.to(value.dtype), key.to(value.dtype), value, size, scale, power)
 
 
 class Rotation(NamedTuple):
-    """Rotary positions: the angles by which pairs of channels are turned, and who stands where."""
+    """Rotary positions: the angles of each place, by which pairs of channels are turned."""
 
     sines: Float[Tensor, "i g n d"]
-    """Of each image, head and place; images and heads may share them."""
+    """Per image, head and place; images and heads may share them."""
     cosines: Float[Tensor, "i g n d"]
     num_prefix: int
     """Tokens without a place, which come first and are not turned."""
     halves: bool
-    """Channel c pairs with channel c + d / 2; else neighbours are pairs."""
+    """Channel c is paired with channel c + d / 2 instead of its neighbour."""
     positions: Int[Tensor, "b t"] | None = None
-    """The place of each token, prefix included; None: all stand in order."""
+    """The place of each token, prefix included; None means all places in order."""
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """Sines and cosines of the tokens that there are, `b g p d`."""
+        """Sines and cosines at the places of the tokens, `b g p d`."""
         if self.positions is None:
             return self.sines, self.cosines
         places = self.positions[:, None, self.num_prefix :, None] - self.num_prefix
 
         def at(angles: Tensor) -> Tensor:
-            angles = angles.expand(len(places), -1, -1, -1)
+            angles = angles.expand(places.shape[0], -1, -1, -1)
             return angles.gather(2, places.expand(-1, angles.shape[1], -1, angles.shape[3]))
 
         return at(self.sines), at(self.cosines)
 
 
 def turn(x: Float[Tensor, "b t h d"], rotation: Rotation) -> Float[Tensor, "b t h d"]:
-    """Turn queries or keys by the places of their tokens."""
+    """Turn queries or keys by the angles at the places of their tokens."""
     sines, cosines, num_prefix, halves, positions = rotation
     if uses_triton(x, sines):
         return _turned(x, sines, cosines, positions, num_prefix, halves)
@@ -123,7 +126,7 @@ def turn(x: Float[Tensor, "b t h d"], rotation: Rotation) -> Float[Tensor, "b t 
 def proportional(
     layer: SelfAttention, qkv: Float[Tensor, "b t w"], size: Float[Tensor, "_ t"], power: float
 ) -> Float[Tensor, "b t c"]:
-    """By a kernel: what the layer's heads answer, from the output of its projection."""
+    """The output of the layer's heads, by a kernel, from the output of its projection."""
     if _is_plain(layer):
         return _attention(qkv, size, layer.num_heads, layer.scale, power)
     query, key = queries_and_keys(layer, qkv)
@@ -141,10 +144,10 @@ def attention_hints(
     *,
     class_token: bool,
 ) -> dict[str, Tensor]:
-    """What a merger needs of the layer, from the output of its projection.
+    """The hints that a merger needs, from the output of a layer's projection.
 
-    keys: a mean over heads. importance: attention received from the class token, or from the mean
-    query without one. attention: attention received on average over all tokens.
+    keys: their mean over heads. importance: attention received from the class token, or from the
+    mean query if there is none. attention: attention received from all tokens on average.
     """
     found: dict[str, Tensor] = {}
     if "importance" in needs:
@@ -166,20 +169,28 @@ def hints_of(
     *,
     class_token: bool,
     bias: Float[Tensor, "_ h t t"] | None = None,
+    rotation: Rotation | None = None,
 ) -> dict[str, Tensor]:
-    """What a merger needs, from what a layer of attention compares and the bias that it adds."""
+    """The hints that a merger needs, from queries, keys and the bias on the scores.
+
+    Hints hold the keys before they are turned.
+    """
     found: dict[str, Tensor] = {}
+    if "keys" in needs:
+        found["keys"] = key.mean(dim=2)
+    if rotation is not None and needs - {"keys"}:
+        # The class token has no place, so its query is never turned.
+        only_first = class_token and "attention" not in needs
+        query, key = query if only_first else turn(query, rotation), turn(key, rotation)
     if "importance" in needs:
         asking = query[:, :1] if class_token else query.mean(dim=1, keepdim=True)
         offset = bias
         if bias is not None:
             offset = bias[:, :, :1] if class_token else bias.mean(dim=2, keepdim=True)
         found["importance"] = _received(asking, key, scale, size, power, offset).mean(dim=1)
-    if "keys" in needs:
-        found["keys"] = key.mean(dim=2)
     if "attention" in needs:
         received = _received(query, key, scale, size, power, bias)
-        # Tokens that are masked out ask no questions.
+        # Queries of tokens that are masked out do not count.
         asks = received.new_ones(1, received.shape[1]) if size is None else (size > 0).float()
         found["attention"] = ((asks / asks.sum(1, keepdim=True))[:, None] @ received)[:, 0]
     return found
@@ -193,7 +204,7 @@ def importance(
     *,
     class_token: bool,
 ) -> Float[Tensor, "b t"]:
-    """Attention received from the class token, or from the mean query without one."""
+    """Attention received from the class token, or from the mean query if there is none."""
     narrow = qkv.shape[2] <= 3 * layer.num_heads * _MAX_HEAD
     if narrow and _is_plain(layer) and uses_triton(qkv):
         return _importance(qkv, size, layer.num_heads, layer.scale, power, class_token)
@@ -207,9 +218,9 @@ def importance(
 def queries_and_keys(
     layer: Any, qkv: Float[Tensor, "b t w"]
 ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t h d"]]:
-    """What the layer compares, from the output of its projection.
+    """Queries and keys with their norms, from the output of a layer's projection.
 
-    Differential attention has two maps a head, which count as heads here.
+    Differential attention has two maps per head; each counts as a head here.
     """
     width = getattr(layer, "head_dim", qkv.shape[-1] // (3 * layer.num_heads))
     query, key, _ = qkv.unflatten(-1, (3, -1, width)).unbind(2)
@@ -224,7 +235,7 @@ def _received(
     power: float = 1.0,
     bias: Float[Tensor, "_ h q t"] | None = None,
 ) -> Float[Tensor, "b q t"]:
-    """Attention that each token receives from each query, a mean over heads."""
+    """The attention that each token receives from each query, averaged over heads."""
     narrow = query.shape[1] == 1 and key.shape[3] <= _MAX_HEAD
     if narrow and bias is None and uses_triton(query, key):
         return _importance_of(query, key, size, scale, power)[:, None]
@@ -237,23 +248,23 @@ def _received(
 def size_bias(
     size: Float[Tensor, "_ t"], dtype: torch.dtype, power: float = 1.0
 ) -> Float[Tensor, "_ 1 1 t"]:
-    """Proportional attention: the log of the token sizes, to a power, as a bias on the keys.
+    """The bias of proportional attention: the log of the token sizes to a power.
 
-    A size of zero marks a token that is not there, whatever the power.
+    A token of size zero is masked out, whatever the power.
     """
     least = max(1e-10 ** (1 / power), 1e-35) if power > 0 else 1e-10
     return (power * size.float().clamp_min(least).log()).to(dtype)[:, None, None, :]
 
 
 def _is_softmax(layer: Any) -> bool:
-    """Whether nothing follows the softmax before the last projection, and nobody listens."""
+    """Whether nothing but the last projection follows the softmax, and the layer has no hooks."""
     drops = layer.training and layer.attn_drop.p > 0
     hooked = layer._forward_hooks or layer._forward_pre_hooks  # noqa: SLF001
     return not (drops or hooked) and _lacks(layer, "norm", "gate")
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether queries and keys are compared as the projection gives them."""
+    """Whether queries and keys are used as the projection gives them."""
     return _is_softmax(layer) and _lacks(layer, "q_norm", "k_norm")
 
 

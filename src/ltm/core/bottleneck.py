@@ -8,9 +8,9 @@ Q(X~ in a | Y = y); IB the loss I(X~, X) - I(X~, Y), IBB its bound and C0 the co
 theorem, IB <= IBB - C0.
 
 Statistics are sums, so that batches, shards and processes simply add up. Memberships need
-centroids, and centroids need every sample. Two ways around: in training, an epoch's memberships are
-measured against the centroids of the epoch before; a metric goes over the data twice, first without
-memberships, then with those that the first pass's centroids give.
+centroids, and centroids need all samples. In training, memberships are therefore measured against
+the centroids of the epoch before. A metric goes over the data twice: the first pass gives the
+centroids, the second the memberships.
 """
 
 import math
@@ -28,10 +28,10 @@ from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, widen
 from ltm.processes import sum_over_processes
 
 BETA = 10.0
-"""Sharpness of the class membership unless said otherwise."""
+"""The default sharpness of the class membership."""
 
 FLOOR = 1e-6
-"""Least value of Q, so that its logarithm is finite, unless said otherwise."""
+"""The default least value of Q, which keeps its logarithm finite."""
 
 INPUT_SIDE = 32
 """Side to which input images are resampled before they are clustered."""
@@ -79,7 +79,7 @@ def class_membership(
         logits = beta * (2 * unit @ centroids.mT - centroids.square().sum(-1))
     if present is None:
         return logits.softmax(-1)
-    # A finite stand-in for minus infinity: with no class present softmax would be 0/0.
+    # Not minus infinity: if no class is present, softmax would be 0/0.
     logits = logits.masked_fill(~present, torch.finfo(logits.dtype).min)
     return logits.softmax(-1).masked_fill(~present, 0)
 
@@ -87,7 +87,7 @@ def class_membership(
 def image_features(images: Shaped[Tensor, "*images"]) -> Float[Tensor, "b d"]:
     """Return images `b c h w` as the features X of the bottleneck: area-resampled, then flattened.
 
-    Whole-number images are read as they are: membership looks at directions, not at scale.
+    Integer images need no scaling: membership depends on the direction of a feature only.
     """
     _check_features("images", images, num_dims=4)
     return F.interpolate(widen(images), size=(INPUT_SIDE, INPUT_SIDE), mode="area").flatten(1)
@@ -114,7 +114,7 @@ class InformationBottleneck:
     bound: Float[Tensor, ""]
     """IBB, a mean over samples."""
     c0: Float[Tensor, ""]
-    """What the inputs alone decide: minus the entropy of their classes."""
+    """Minus the entropy of the classes of the inputs; depends on the inputs only."""
     input_information: Float[Tensor, ""]
     """I(X~, X)."""
     label_information: Float[Tensor, ""]
@@ -133,10 +133,10 @@ def information_bottleneck(
 ) -> InformationBottleneck:
     """Measure the information bottleneck of `merged` features of `inputs` with `labels`.
 
-    Features are `b ...` and are flattened (for images see `image_features`); labels are whole
-    numbers, one per sample. Centroids, labels and Q carry no gradient: `loss` and `bound` may be
-    minimised with respect to `merged`. The bound holds for any `q` whose columns sum to one; unless
-    one is given it is the Q of these very samples, with `floor` under it.
+    Features are `b ...` and are flattened (for images see `image_features`); labels are integers,
+    one per sample. Centroids, labels and Q carry no gradient, so `loss` and `bound` can be
+    minimised with respect to `merged`. The bound holds for any `q` whose columns sum to one; the
+    default is the Q of these samples, with least value `floor`.
     """
     _check_samples(merged, inputs, labels, num_classes, beta)
     labels = labels.to(merged.device, torch.int64)
@@ -189,12 +189,12 @@ def joint_table(phi: Float[Tensor, "n a"], other: Float[Tensor, "n b"]) -> Float
 
 def negative_entropy(p: Float[Tensor, "*b a"]) -> Float[Tensor, "*b"]:
     """Return `sum_a p_a log p_a`, where 0 log 0 = 0."""
-    # The logarithm of at least the smallest number: at zero its slope times zero would be NaN.
+    # Clamped, because at zero the gradient of the logarithm times zero would be NaN.
     return (p * p.clamp_min(torch.finfo(p.dtype).tiny).log()).sum(-1)
 
 
 def mutual_information(joint: Float[Tensor, "a b"]) -> Float[Tensor, ""]:
-    """Mutual information, `I = sum_ab P(a, b) log(P(a, b) / (P(a) P(b)))`, out of entropies."""
+    """Mutual information, `I = sum_ab P(a, b) log(P(a, b) / (P(a) P(b)))`, from entropies."""
     together = negative_entropy(joint.flatten())
     return together - negative_entropy(joint.sum(1)) - negative_entropy(joint.sum(0))
 
@@ -202,9 +202,9 @@ def mutual_information(joint: Float[Tensor, "a b"]) -> Float[Tensor, ""]:
 def variational_q(by_label: Float[Tensor, "a y"], floor: float = FLOOR) -> Float[Tensor, "a y"]:
     """Variational distribution, `Q(a | y) = sum_i phi(X~_i, a) 1[y_i = y] / sum_i 1[y_i = y]`.
 
-    Takes sums or probabilities: memberships sum to one, so a column's own total counts its samples.
-    `floor` is the least entry, and columns are scaled to sum to one again, without which the bound
-    would not hold. A label without samples is uniform.
+    Takes sums or probabilities: memberships sum to one, so a column's total counts its samples.
+    `floor` is the least entry. Columns are then scaled to sum to one, as the bound requires. The
+    column of a label without samples is uniform.
     """
     _check_floor(floor)
     num_classes = by_label.shape[0]
@@ -216,7 +216,7 @@ def variational_q(by_label: Float[Tensor, "a y"], floor: float = FLOOR) -> Float
 
 
 def _own_membership(x: Tensor, labels: Tensor, num_classes: int, beta: float) -> Tensor:
-    """Return the membership of samples in the classes that they make up themselves."""
+    """Return the membership of samples, with centroids from the same samples."""
     features = widen(x).flatten(1)
     counts = labels.bincount(minlength=num_classes)
     sums = class_sums(features, labels, num_classes)
@@ -249,10 +249,7 @@ def _check_samples(
 
 @dataclass(frozen=True, kw_only=True)
 class ClassStatistics:
-    """Sums over the labelled samples of a site; `zeros` starts them, `update` adds a batch.
-
-    All fields are plain tensors and all are sums: keep them in buffers, save them.
-    """
+    """Sums over the labelled samples of a site; `zeros` starts them, `update` adds a batch."""
 
     counts: Float[Tensor, "c"]
     """Samples per class."""
@@ -272,7 +269,7 @@ class ClassStatistics:
         *,
         device: torch.device | str | None = None,
     ) -> "ClassStatistics":
-        """Start from nothing; float64 because a million small terms are lost in float32."""
+        """Return sums over no samples, in float64: float32 would lose small terms."""
         require_least("num_classes", num_classes)
         require_least("width", width)
         shapes = {
@@ -307,9 +304,9 @@ class ClassStatistics:
         membership: Float[Tensor, "b c"] | None = None,
         input_membership: Float[Tensor, "b c"] | None = None,
     ) -> None:
-        """Add a batch in place: raw `features`, and, once there are centroids, their `membership`.
+        """Add a batch of raw `features` in place, and their `membership` once there are centroids.
 
-        `input_membership`, that of the input images, is needed by `bottleneck` alone.
+        `input_membership` is that of the input images; only `bottleneck` needs it.
         """
         self._check_batch(features, labels, membership, input_membership)
         labels = labels.to(self.counts.device, torch.int64)
@@ -327,9 +324,9 @@ class ClassStatistics:
         self.input_log.add_(negative_entropy(input_membership).sum())
 
     def all_reduce(self) -> "ClassStatistics":
-        """Return the sum over all processes (a copy where there is only this one).
+        """Return the sum over all processes; with one process, a copy.
 
-        Every sample weighs the same, however unevenly the processes share them.
+        Every sample has the same weight, however unevenly samples are split between processes.
         """
         values = self.state()
         flat = sum_over_processes(torch.cat([value.flatten() for value in values.values()]))
@@ -346,7 +343,7 @@ class ClassStatistics:
         return variational_q(self.membership, floor)
 
     def bottleneck(self) -> InformationBottleneck:
-        """Information bottleneck of all samples; all of them must have come with memberships."""
+        """Information bottleneck of all samples, each of which needs both memberships."""
         total, labelled = self.joint.sum(), self.membership.sum()
         if not bool(total > 0) or not torch.allclose(total, labelled, rtol=1e-3):
             raise ValueError(
@@ -380,19 +377,19 @@ class ClassStatistics:
 
 
 def _check_beta(beta: float) -> None:
-    """Refuse a temperature that is no positive number."""
+    """Raise a ValueError unless the sharpness is a positive number."""
     if not (math.isfinite(beta) and beta > 0):
         raise ValueError(f"beta is {beta}: a positive finite number is needed")
 
 
 def _check_floor(floor: float) -> None:
-    """Refuse a floor under probabilities that is none."""
+    """Raise a ValueError unless the least probability is in [0, 1)."""
     if not 0 <= floor < 1:
         raise ValueError(f"floor is {floor}: a number in [0, 1) is needed")
 
 
 def _check_features(name: str, x: Tensor, num_dims: int | None = None) -> None:
-    """Refuse an empty batch, an empty feature, and any shape but `num_dims` dimensions."""
+    """Raise a ValueError for empty batches or features, or another number of dimensions."""
     shape = tuple(x.shape)
     if num_dims is not None and x.ndim != num_dims:
         raise ValueError(f"{name} has shape {shape}: {num_dims} dimensions are needed")
@@ -403,17 +400,17 @@ def _check_features(name: str, x: Tensor, num_dims: int | None = None) -> None:
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[int, ...], reason: str) -> None:
-    """Refuse a shape that does not fit its neighbours; `reason` says which."""
+    """Raise a ValueError for another shape; `reason` says what it has to match."""
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}: {shape} is needed, {reason}")
 
 
 def check_labels(labels: Tensor, num_samples: int, num_classes: int) -> None:
-    """Refuse labels that are not one whole number in [0, num_classes) per sample."""
+    """Raise a ValueError unless labels are integers in [0, num_classes), one per sample."""
     _check_shape("labels", labels, (num_samples,), "one per sample")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are of type {labels.dtype}: whole numbers are needed")
-    # A compiled or meta graph has no values to look at.
+    # While a graph is compiled, and on `meta`, there are no values to check.
     if torch.compiler.is_compiling() or labels.is_meta:
         return
     low, high = (int(value) for value in labels.aminmax())

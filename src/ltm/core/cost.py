@@ -1,4 +1,4 @@
-"""Counting multiply-adds (MACs): without running anything, on a copy of the model on `meta`."""
+"""Count multiply-adds (MACs) on a copy of the model on `meta`, where nothing is computed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _REPLACING = threading.RLock()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A structural copy of the model whose tensors live on `meta`: no weight is read or copied.
+    """A copy of the model with its tensors on `meta`: no weight is read or copied.
 
-    It is of single precision, as its images are, whatever the model's own. Nothing has a gradient:
-    torch's counter cannot take views of parameters that do.
+    It has single precision, like the images that it is run on. No parameter requires a gradient:
+    torch's counter cannot handle views of parameters that do.
     """
     memo: dict[int, object] = {}
     for parameter in model.parameters():
@@ -38,7 +38,7 @@ def _shape(x: Tensor) -> Tensor:
 def count_macs(meta_model: nn.Module, images: Tensor) -> int:
     """MACs of one forward of a model on `meta`, in evaluation mode.
 
-    The counter knows fused attention on `meta`; on several CPU builds it misses it.
+    On `meta` the counter sees fused attention; on several CPU builds it does not.
     """
     with FlopCounterMode(display=False) as counter:
         run_on_meta(meta_model, images)
@@ -47,13 +47,13 @@ def count_macs(meta_model: nn.Module, images: Tensor) -> int:
 
 @torch.no_grad()
 def measured_gmacs(model: nn.Module, images: Tensor) -> float:
-    """Billions of multiply-adds per image as they happen, the mean over images seen one by one.
+    """Billions of multiply-adds per image, measured on images one by one and averaged.
 
-    For fixed token counts this equals `ltm.gmacs`, which needs no images. The exception:
-    informative weights without class statistics do not run, but `ltm.gmacs` counts them.
+    If token counts are fixed this equals `ltm.gmacs`, which needs no images, except that
+    `ltm.gmacs` also counts informative weights before their class statistics are collected.
     """
-    # On the CPU merging adds tokens; a GPU multiplies by zeros and ones, which is faster there but
-    # would count as multiply-adds. The counter does not know every fused attention kernel.
+    # On a GPU merging multiplies by zeros and ones, which would count as multiply-adds; on the CPU
+    # it adds tokens. The counter does not know all fused attention kernels.
     model = copy.deepcopy(model).cpu()
     images = images.to("cpu", next(model.parameters()).dtype)
     with (
@@ -67,26 +67,26 @@ def measured_gmacs(model: nn.Module, images: Tensor) -> float:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Parameters of a model, those of its mask modules included."""
+    """Parameters of a model, mergers included."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def run_on_meta(meta_model: nn.Module, inputs: Any) -> Any:
-    """A forward for its shapes alone, in evaluation mode."""
+    """Run a forward on `meta`, in evaluation mode."""
     with running_on_meta(meta_model):
         return meta_model(inputs)
 
 
 @contextmanager
 def running_on_meta(meta_model: nn.Module) -> Generator[None, None, None]:
-    """Whatever is called of the model inside is called for its shapes alone."""
+    """Run parts of a model on `meta` inside, in evaluation mode."""
     with _without_autocast_on_meta(), evaluating(meta_model), torch.no_grad():
         yield
 
 
 @contextmanager
 def _without_autocast_on_meta() -> Generator[None, None, None]:
-    """Before 1.0.30 timm enters autocast on the device of its tensors, and `meta` has none."""
+    """Before 1.0.30, timm enters autocast on the device of its tensors; `meta` has none."""
 
     def autocast(device_type: str, *args: Any, **options: Any) -> AbstractContextManager[object]:
         if device_type == "meta":
@@ -104,19 +104,19 @@ def _without_autocast_on_meta() -> Generator[None, None, None]:
 
 
 def meta_images(model: nn.Module, image_size: tuple[int, int]) -> Tensor:
-    """The shape of one image that a model takes, on `meta`."""
+    """One image for the model, on `meta`."""
     return torch.empty(1, channels_of(model), *image_size, device="meta")
 
 
 def channels_of(model: nn.Module) -> int:
-    """The channels of the images that a network takes: those of its first convolution."""
+    """The channels of a network's images: the input channels of its first convolution."""
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     return next((conv.in_channels for conv in convolutions), 3)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None, None, None]:
-    """The model in evaluation mode, every module's own mode given back afterwards."""
+    """Put the model in evaluation mode; afterwards each module gets its own mode back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""NaN and infinity are refused where they come in, with the place named."""
+"""Checks for NaN and infinity; the errors say where they are."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 class NonFiniteError(ValueError):
-    """There is NaN or infinity where only finite values fit."""
+    """NaN or infinity where only finite values are allowed."""
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity; whole numbers never do."""
+    """Whether a tensor holds neither NaN nor infinity; on `meta` it is taken for granted."""
     return not x.is_floating_point() or x.is_meta or bool(x.isfinite().all())
 
 
 def require_finite(tensors: Mapping[str, Tensor], owner: str = "") -> None:
-    """Refuse NaN and infinity; the error names the first tensor that has one.
+    """Raise an error if there is NaN or infinity; it names the first such tensor.
 
-    `owner` is how the error begins, such as "model: ".
+    `owner` is how the error message begins, such as "model: ".
     """
     for name, x in tensors.items():
         if not is_finite(x):
@@ -30,7 +30,7 @@ def require_finite(tensors: Mapping[str, Tensor], owner: str = "") -> None:
 
 
 def require_finite_images(images: Tensor, owner: str) -> None:
-    """Refuse a batch with NaN or infinity; the error names the images by index."""
+    """Raise an error if a batch has NaN or infinity; it lists the images by index."""
     if is_finite(images):
         return
     bad = [index for index, image in enumerate(images) if not is_finite(image)]

@@ -1,13 +1,13 @@
-"""The gradient of the bound IBB with respect to a merging mask, in closed form; the step down it.
+"""The gradient of the bound IBB with respect to a merging mask, in closed form, and a step down it.
 
 Letters: `Z` tokens before merging (n x d), `G` the mask (n x p), `X~ = G^T Z` the merged tokens,
 `x` a feature of them and `f = x / |x|`; `phi[a]` its membership in class a, `c[a]` the centroid of
-class a, `Q(a | y)` the variational distribution, `psi[a]` what class a costs the sample, `V` the
-gradient of IBB_i, the bound's term of sample i, with respect to x.
+class a, `Q(a | y)` the variational distribution, `psi[a]` the cost of class a for the sample, `V`
+the gradient of IBB_i, the bound's term of sample i, with respect to x.
 
-The feature is either all merged tokens, flattened (token space, the paper's letter), or their mean
-(pooled space). Everything is per sample: the gradient of IBB is the mean over samples. Gradients
-point uphill; the step subtracts them.
+The feature is either all merged tokens, flattened (token space, the paper's form), or their mean
+(pooled space). Everything is per sample: the gradient of IBB is the mean over samples. The step
+subtracts the gradient.
 
 Shapes: b images, t tokens with their prefix, n patch tokens, p merged tokens, c channels, d
 features, y classes.
@@ -29,29 +29,29 @@ from ltm.core.merge import token_sizes
 from ltm.kernels.dispatch import ZERO_LENGTH, full_precision, operator, uses_triton, widen
 
 _MAX_LOGIT = 8.0
-"""Logits are bounded, so that no target's weights can vanish."""
+"""Logits are bounded, so that the weights of a target cannot all vanish."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
-    """What the informative step needs to know besides the tokens."""
+    """The parameters of the informative step."""
 
     centroids: Float[Tensor, "y d"]
     offsets: Float[Tensor, "y"]
-    """What class membership needs of the classes alone."""
+    """The part of the class logits that depends on the classes only."""
     costs: Float[Tensor, "y y"]
     """`-log Q(a | y)`, transposed: soft labels times this are the costs psi."""
     beta: float
     eta: float
     gain: Tensor | None = None
-    """The length of the step in units of its own spread; None takes the step as it is."""
+    """The scale of the standardised step; None uses the raw gradient."""
     labels: Int[Tensor, "b"] | None = None
-    """True labels; None: the membership of each image stands for them."""
+    """True labels; None uses the class membership of each image instead."""
     mapping: nn.Module | None = None
-    """A layer that is added to the tokens before the step looks at them."""
+    """A residual layer on the tokens that the step reads."""
 
     def looks_at(self, patches: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
-        """The patches as the step sees them."""
+        """The patches as the step reads them."""
         layer: Any = self.mapping
         if layer is None:
             return patches
@@ -64,12 +64,12 @@ class Step:
         )
 
     def by_kernel(self, tokens: Tensor, carry: Tensor | None) -> bool:
-        """Whether Triton takes this step on these tokens."""
+        """Whether a Triton kernel takes this step on these tokens."""
         plain = self.labels is None and self.mapping is None
         return plain and uses_triton(tokens, carry, self.gain)
 
     def arguments(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor, float, float]:
-        """What the kernels take of it, in their order."""
+        """The step as arguments of the kernels."""
         return self.gain, self.centroids, self.offsets, self.costs, self.beta, self.eta
 
 
@@ -80,10 +80,10 @@ def weigh(
     step: Step | None,
     num_prefix: int,
 ) -> tuple[Float[Tensor, "_ n"] | None, Float[Tensor, "b t"] | None]:
-    """The logits of the patches after the step, `carry - eta dIBB/dG`; the weights of all tokens.
+    """The logits of the patches after the step, `carry - eta dIBB/dG`, and weights of all tokens.
 
-    `size` is None while all sizes are one, `carry` where logits start from zero. Without a step
-    logits stay what they are. Without logits there are no weights: tokens weigh by size.
+    `size` is None while all sizes are one, `carry` while all logits are zero. Without a step the
+    logits are those of `carry`. Without logits the weights are None: sizes alone count.
     """
     if step is not None and step.by_kernel(tokens, carry):
         return _inform(tokens, size, carry, *step.arguments(), num_prefix)
@@ -116,7 +116,10 @@ def _stepped(
 def class_offsets(
     centroids: Float[Tensor, "y d"], beta: float, present: Bool[Tensor, "y"]
 ) -> Float[Tensor, "y"]:
-    """What class membership needs of the classes alone: `phi = softmax(offsets + 2 beta c f)`."""
+    """The part of the class logits that depends on the classes only.
+
+    Class membership is `phi = softmax(offsets + 2 beta c f)`.
+    """
     offsets = -beta * widen(centroids.detach()).square().sum(-1)
     return offsets.masked_fill(~present, torch.finfo(offsets.dtype).min)
 
@@ -132,10 +135,10 @@ def bound_gradient(
 ) -> Float[Tensor, "b d"]:
     """The gradient V of IBB_i with respect to a raw feature x, through its normalisation.
 
-    With respect to f it is `2 beta (w - sum(w) phi)^T c`, `w = phi psi`, written as
-    `phi (psi - sum(w))`: what is constant in psi is gone before anything is rounded. `costs` are
-    `-log Q`, transposed; without labels they are weighed by the membership itself. Products are in
-    the precision of the centroids. A zero feature has no direction to turn: its gradient is zero.
+    With respect to f it is `2 beta (w - sum(w) phi)^T c` with `w = phi psi`, computed as
+    `phi (psi - sum(w))`, which removes the constant part of psi before rounding. `costs` are
+    `-log Q`, transposed; without labels they are weighted by the membership. Products are in the
+    precision of the centroids. A zero feature has no direction, and a gradient of zero.
     """
     with full_precision(features):
         x = widen(features)
@@ -153,9 +156,9 @@ def bound_gradient(
 def pooled_gradient(
     tokens: Float[Tensor, "b n d"], gradient: Float[Tensor, "b d"]
 ) -> Float[Tensor, "b n"]:
-    """Pooled space: one gradient per token, `z_n . v`, the same for every merged token.
+    """Pooled space: one gradient per token, `z_n . v`, the same for all merged tokens.
 
-    The factor common to a column of the mask (1 / p, or the share of its size) is dropped.
+    The common factor of a column of the mask, 1 / p or its share of the size, is left out.
     """
     with full_precision(tokens):
         return (widen(tokens).to(gradient.dtype) @ gradient[:, None].mT)[..., 0]
@@ -191,7 +194,7 @@ def _inform(
 
 
 def step_flops(tokens: list[int], num_prefix: int, num_classes: int) -> int:
-    """Operations of the step, as counted in the torch definition."""
+    """Operations of the torch definition of the step."""
     b, t, c = tokens
     return 4 * b * (t - num_prefix) * c + 2 * b * num_classes * (2 * c + num_classes)
 

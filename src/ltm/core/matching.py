@@ -1,17 +1,16 @@
-"""Matching: which tokens leave and where to; and the ways to turn a match into a Merge.
+"""Matching: which tokens leave and which they join, and how a match becomes a `Merge`.
 
-There are two rules. ToMe's joins the most similar pairs of two sides. LTM's takes the merges that
-do least harm.
+There are two rules. ToMe's joins the most similar pairs between two sides. LTM's joins the pairs
+whose merge does the least harm.
 
-Merging token i into token j moves both. Ward's criterion is the squared error this makes; what
-counts is how much of it the rest of the network sees, so it is weighed by the attention that i
-receives:
+Merging token i into token j changes both. Ward's criterion is the squared error of that change. The
+network sees more of the error the more attention i receives, so the error is weighted by it:
 
     harm(i, j) = m_i m_j / (m_i + m_j) * |z_i - z_j|^2 * a_i ^ protection
 
-Only the order of the harms within an image matters, so none of the factors needs a unit. In the
-merge a token weighs by its size, by the attention it receives, and by the informative step: one
-step down the gradient of the bound.
+Only the order of harms within an image matters, so the factors need no common unit. In the merge
+itself, a token is weighted by its size, by the attention it receives, and by the informative step:
+one step down the gradient of the bound.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, p tokens that stay (prefix
 included), r tokens that leave, c channels, d features, y classes; f and s the two sides of an
@@ -37,31 +36,31 @@ from ltm.core.merge import MatchedMerge, rows_at, token_sizes
 from ltm.kernels.dispatch import is_recorded, operator, uses_triton, widen
 
 _LEAST_SHARE = 1e-4
-"""Attention below this part of an even share counts as this much, so that no weight vanishes."""
+"""The least attention, as a part of an even share, that a weight counts: none vanishes."""
 _MOST_WHOLE = 1024
-"""Tokens whose pairs are all stored: those that leave need not be compared once more."""
+"""Up to this many tokens all pairs are stored, so that none is compared twice."""
 _MOST_PAIRS = 2**18
-"""Pairs of tokens of an image that are stored at once; longer sequences go tile by tile."""
+"""The most pairs per image in one tile."""
 _FEWEST_ROWS = 64
-"""Tokens of a tile that are compared with all others, however many those are."""
+"""The fewest rows of a tile, however many columns it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How many tokens leave, and by what rule."""
+    """How many tokens leave, and by which rule."""
 
     num_leaving: int
     num_prefix: int = 0
     protection: float = 0.0
-    """The power of the attention that protects a token."""
+    """The power of attention in the harm of a merge."""
     attended: float = 0.0
-    """The power of the attention by which tokens weigh more in their group."""
+    """The power of attention in the weight of a token in its group."""
     prune: bool = False
-    """Tokens that leave weigh nothing."""
+    """Drop the tokens that leave."""
     keep_norm: bool = False
     """Merged tokens keep the largest norm of their group."""
     alternate: bool = False
-    """Even patches may leave, and only to odd ones (ToMe's sides), as long as half is enough."""
+    """Let only even patches leave, and only join odd ones, if no more than half have to leave."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,7 +72,7 @@ class Match:
     num_leaving: int
     num_prefix: int
     rank: Int[Tensor, "b t"] | None = None
-    """Without prefix: the place of each even token when sorted by falling similarity."""
+    """Set if there is no prefix: the rank of each even token by falling similarity."""
 
     @staticmethod
     def of_patches(
@@ -89,18 +88,18 @@ class Match:
         )
 
     def assignment(self, places: Int[Tensor, "b t"] | None = None) -> Int[Tensor, "b t"]:
-        """The place of each token after the merge; unless given, tokens that stay keep order."""
+        """The place of each token after the merge; by default those that stay keep their order."""
         if places is None:
             places = torch.cumsum(~self.leaves, dim=1) - 1
         return torch.where(self.leaves, places.gather(1, self.target), places)
 
 
 class Outcome(NamedTuple):
-    """The outcome of a match."""
+    """The merge that a match leads to."""
 
     merge: MatchedMerge
     logits: Float[Tensor, "_ n"] | None
-    """The state of the patches after the informative step, where there is one."""
+    """The logits of the patches after the informative step, or those of `carry`."""
 
 
 def match(
@@ -112,10 +111,10 @@ def match(
     carry: Float[Tensor, "_ n"] | None = None,
     step: Step | None = None,
 ) -> Outcome:
-    """Tokens whose best merge does least harm leave, each to the nearest that stays.
+    """Let the tokens whose best merge does the least harm join the nearest token that stays.
 
-    `size` is None while all sizes are one; `attention` is what each token receives. Tokens weigh by
-    the informative `step`, or else by the logits handed on in `carry`, or else by size alone.
+    `size` is None while all sizes are one; `attention` is what each token receives. Weights come
+    from the informative `step`, else from the logits in `carry`, else from sizes alone.
     """
     at_once = step is not None and step.by_kernel(tokens, carry)
     if at_once and uses_triton(tokens, size, attention):
@@ -127,10 +126,11 @@ def match(
     known = step is not None or carry is not None
     logits, weight = weigh(tokens, size, carry, step, rule.num_prefix) if known else (None, None)
     if uses_triton(tokens.detach()):
-        # Who leaves has no gradient: a kernel finds it in training too, but no weights then.
+        # The choice of tokens has no gradient, so a kernel makes it in training, too; the weights
+        # have one.
         given = size, attention, weight
         fixed: list[Any] = [None if x is None else x.detach() for x in given]
-        assign: Any = _assign  # an operator, whose signature pyright does not see
+        assign: Any = _assign  # an operator, whose signature pyright cannot see
         *places, weighed = assign(tokens.detach(), *fixed, *_arguments(rule))
         if not uses_triton(tokens.detach(), *given):
             weighed = by_attention(weight, tokens, size, attention, rule)
@@ -150,9 +150,9 @@ def match_least_harm(
     size: Float[Tensor, "_ t"] | None = None,
     attention: Float[Tensor, "b t"] | None = None,
 ) -> Match:
-    """Who leaves, and where to, without weights.
+    """Which tokens leave and which they join, without weights.
 
-    `alternate` saves three quarters of the comparisons, where half of the tokens at most leave.
+    `alternate` saves three quarters of the comparisons if at most half of the tokens leave.
     """
     k = rule.num_prefix
     num_patches = tokens.shape[1] - k
@@ -171,12 +171,12 @@ def match_least_harm(
 def match_unimportant(
     attention: Float[Tensor, "b n"], num_leaving: int, *, num_prefix: int
 ) -> Match:
-    """The tokens that receive least attention leave, whatever they are like.
+    """Let the tokens that receive the least attention leave, however unique they are.
 
-    For spreading merged tokens back, each belongs to the token that stays before it.
+    For `restore`, each belongs to the nearest token before it that stays.
     """
     leaves = _marked(_smallest(attention, num_leaving), attention.shape[1])
-    # In order, a token that leaves has the place of the last one that stayed before it.
+    # A cumulative sum gives a token that leaves the place of the last one before it that stays.
     itself = torch.arange(leaves.shape[1], device=leaves.device)
     first = (~leaves).float().argmax(dim=1, keepdim=True)
     return Match.of_patches(leaves, torch.maximum(itself, first), num_leaving, num_prefix)
@@ -189,10 +189,9 @@ def by_attention(
     attention: Float[Tensor, "b t"] | None,
     rule: Rule,
 ) -> Float[Tensor, "b t"]:
-    """Weights times the attention that each patch of a token receives, to a power.
+    """Weights times the attention per patch, to a power; without weights, sizes are used.
 
-    Attention is taken against an even share of it; only its ratios within a group matter. Without
-    weights, tokens weigh as much as their size.
+    Attention is measured in even shares; only ratios within a group matter.
     """
     weight = token_sizes(tokens, size) if weight is None else weight
     if rule.attended == 0 or attention is None:
@@ -200,26 +199,17 @@ def by_attention(
     k = rule.num_prefix
     each = attention.float() if size is None else attention / size.clamp_min(1)
     share = each * each.shape[1]
-    # What is no number counts least as well: who goes where has to be known in any case.
+    # NaN also counts as the least share, since every token needs a place.
     factor = torch.where(share > _LEAST_SHARE, share, _LEAST_SHARE) ** rule.attended
     return torch.cat([weight[:, :k].expand(factor.shape[0], -1), (weight * factor)[:, k:]], dim=1)
-
-
-def squared_distances(
-    first: Float[Tensor, "b f c"], second: Float[Tensor, "b s c"] | None = None
-) -> Float[Tensor, "b f s"]:
-    """`|x_i - y_j|^2` in one product; between all of the first where there is no second."""
-    own = _squares(first)
-    second, theirs = (first, own) if second is None else (second, _squares(second))
-    return _apart(first, own, second, theirs)
 
 
 def _squares(x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n"]:
     return x.float().square().sum(-1)
 
 
-def _apart(first: Tensor, own: Tensor, second: Tensor, theirs: Tensor) -> Tensor:
-    """Squared distances of tokens whose squared lengths are known."""
+def _squared_distances(first: Tensor, own: Tensor, second: Tensor, theirs: Tensor) -> Tensor:
+    """`|x_i - y_j|^2` by a product, given the squared lengths of both sides."""
     product = first @ second.mT
     apart = (own[:, :, None] + theirs[:, None]).to(product.dtype).sub(product, alpha=2)
     return _finite_or(apart)
@@ -228,8 +218,8 @@ def _apart(first: Tensor, own: Tensor, second: Tensor, theirs: Tensor) -> Tensor
 def _tiles(x: Tensor | None, num_rows: int, num_columns: int) -> list[slice]:
     """The rows of each tile of pairs of tokens `x`.
 
-    An exported graph has one tile: it cannot loop. On the meta device, where multiply-adds are
-    counted, two tiles tell as much as many.
+    An exported graph gets one tile, since it cannot loop. On `meta`, where MACs are counted, two
+    tiles give the same count as many.
     """
     step = max(_FEWEST_ROWS, _MOST_PAIRS // max(num_columns, 1))
     if is_recorded() or num_rows <= step or num_columns <= _MOST_WHOLE:
@@ -242,21 +232,21 @@ def _tiles(x: Tensor | None, num_rows: int, num_columns: int) -> list[slice]:
 def _best_per_row(
     tiles: list[slice], find: Callable[[slice], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """The best value of the rows of every tile, and who has it."""
-    values, who = zip(*map(find, tiles), strict=True)
-    return torch.cat(values, dim=1), torch.cat(who, dim=1)
+    """Find the best value of each row and its column, tile by tile."""
+    values, columns = zip(*map(find, tiles), strict=True)
+    return torch.cat(values, dim=1), torch.cat(columns, dim=1)
 
 
 def _per_row(tiles: list[slice], find: Callable[[slice], Tensor]) -> Tensor:
-    """What is found for the rows of every tile, `b rows ...`."""
+    """Find something for each row, `b rows ...`, tile by tile."""
     found = [find(rows) for rows in tiles]
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
 def _finite_or(x: Tensor, value: float | None = None) -> Tensor:
-    """Another value for NaN and infinity; recorded graphs, which are checked, do without.
+    """Replace NaN and infinity by a value, except in exported graphs, whose inputs are checked.
 
-    By default they are far from everything, but not as far as what is closed.
+    The default is the largest finite number: farther than any token, nearer than excluded ones.
     """
     value = torch.finfo(x.dtype).max if value is None else value
     return x if is_recorded() else x.nan_to_num(value, value, value)
@@ -265,9 +255,9 @@ def _finite_or(x: Tensor, value: float | None = None) -> Tensor:
 def _least_harm_free(
     tokens: Tensor, size: Tensor | None, attention: Tensor | None, rule: Rule
 ) -> tuple[Int[Tensor, "b r"], Int[Tensor, "b r"]]:
-    """Who leaves, and where to. Of two alike the one that receives less attention leaves.
+    """Which tokens leave and which they join. Of two similar ones, the less attended one leaves.
 
-    So tokens are compared in the order of their attention, each with those after it.
+    So tokens are sorted by attention, and each is compared with those after it.
     """
     order = None if attention is None else _ascending(attention)
     if attention is not None and order is not None:
@@ -275,19 +265,19 @@ def _least_harm_free(
         size, attention = (
             None if x is None else x.expand_as(order).gather(1, order) for x in given
         )
-    unit = _centred(tokens)
-    squares, tiles = _squares(unit), _tiles(unit, unit.shape[1], unit.shape[1])
-    # Nothing goes to a token that stands for nothing (padding).
+    unit, squares = _finite_pair(_centred(tokens))
+    tiles = _tiles(unit, unit.shape[1], unit.shape[1])
+    # No token may join padding, which has size zero.
     theirs = squares if size is None else squares.masked_fill(size <= 0, torch.inf)
     inverse = None if size is None else 0.5 / size.clamp_min(1e-6)
 
     def apart(first: Float[Tensor, "b rows c"]) -> Float[Tensor, "b rows n"]:
-        """Squared distances to all tokens, less the squared length of the first."""
+        """Squared distances to all tokens, minus the squared lengths of the first."""
         return torch.baddbmm(theirs[:, None].to(first.dtype), first, unit.mT, alpha=-2)
 
     def least(rows: slice) -> Float[Tensor, "b rows"]:
         distance = apart(unit[:, rows]) if whole is None else whole
-        # Sums: filling by a mask is many times slower on a processor.
+        # Adding infinity is many times faster on a CPU than filling by a mask.
         before = torch.full(distance.shape[1:], torch.inf, device=unit.device).tril(rows.start)
         if inverse is None:
             return (distance + before).amin(dim=-1) + squares[:, rows]
@@ -297,7 +287,7 @@ def _least_harm_free(
     whole = apart(unit) if len(tiles) == 1 else None
     seen = _seen(_per_row(tiles, least), attention, rule.protection)
     if size is not None:
-        seen = seen.masked_fill(size <= 0, 0)  # what is not there leaves first
+        seen = seen.masked_fill(size <= 0, 0)  # padding leaves first
     chosen = _smallest(seen, rule.num_leaving)
     closed = torch.zeros_like(seen).masked_fill(_marked(chosen, seen.shape[1]), torch.inf)
     leaving = rows_at(unit if whole is None else whole, chosen)
@@ -318,7 +308,7 @@ def _least_harm_alternate(
     sizes = None if size is None else (size[:, ::2], size[:, 1::2])
 
     def best(rows: slice) -> tuple[Tensor, Tensor]:
-        distance = _apart(first[:, rows], own[:, rows], second, theirs)
+        distance = _squared_distances(first[:, rows], own[:, rows], second, theirs)
         if sizes is not None:
             distance = distance * _ward(sizes[0][:, rows], sizes[1])
             distance = distance.masked_fill((sizes[1] <= 0)[:, None], torch.inf)
@@ -331,9 +321,9 @@ def _least_harm_alternate(
 
 
 def _centred(tokens: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
-    """Tokens about their mean, in half precision at a common scale: the order of distances stays.
+    """Tokens minus their mean; in half precision scaled, too, which keeps the order of distances.
 
-    What is not finite is no part of the mean.
+    NaN and infinity count as zero in the mean and the scale.
     """
     apart = tokens - _finite_or(tokens, 0.0).mean(dim=1, keepdim=True)
     if widen(tokens) is tokens:
@@ -343,8 +333,17 @@ def _centred(tokens: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
     return apart * scale[:, None, None].to(tokens.dtype)
 
 
+def _finite_pair(unit: Float[Tensor, "b n c"]) -> tuple[Tensor, Tensor]:
+    """Tokens and their squared lengths; NaN and infinity put a token far from all others."""
+    squares = _squares(unit)
+    if is_recorded():
+        return unit, squares
+    far = torch.finfo(unit.dtype).max / 4
+    return unit.nan_to_num_(0, 0, 0), squares.nan_to_num_(far, far, far)
+
+
 def _ward(first: Float[Tensor, "b f"], second: Float[Tensor, "b s"]) -> Float[Tensor, "b f s"]:
-    """`m_i m_j / (m_i + m_j)`, twice: 1 where all sizes are one."""
+    """`2 m_i m_j / (m_i + m_j)`, which is 1 if all sizes are one."""
     first, second = first[:, :, None], second[:, None]
     return 2 * first * second / (first + second).clamp_min(1e-6)
 
@@ -352,7 +351,7 @@ def _ward(first: Float[Tensor, "b f"], second: Float[Tensor, "b s"]) -> Float[Te
 def _seen(
     cost: Float[Tensor, "b n"], attention: Float[Tensor, "b n"] | None, protection: float
 ) -> Float[Tensor, "b n"]:
-    """The part of an error that others see."""
+    """The error weighted by attention: how much of it the rest of the network sees."""
     cost = cost.float().clamp_min(0)
     if attention is None:
         return cost
@@ -364,9 +363,9 @@ def _smallest(values: Float[Tensor, "b n"], number: int) -> Int[Tensor, "b r"]:
 
 
 def _ascending(values: Float[Tensor, "b n"]) -> Int[Tensor, "b n"]:
-    """The order from small to large; of equals the first comes first.
+    """The stable order from small to large.
 
-    In ONNX that is TopK, which TensorRT takes with a constant K alone.
+    In ONNX it is a TopK, for which TensorRT needs a constant K.
     """
     if is_recorded():
         return values.topk(values.shape[1], dim=1, largest=False).indices
@@ -374,12 +373,12 @@ def _ascending(values: Float[Tensor, "b n"]) -> Int[Tensor, "b n"]:
 
 
 def _chosen_at(chosen: Int[Tensor, "b r"], num: int) -> Bool[Tensor, "b r n"]:
-    """Which token each of the chosen is: for exported graphs, since TensorRT scatters nothing."""
+    """The chosen tokens as one-hot rows, for exported graphs: TensorRT cannot scatter."""
     return chosen[..., None] == torch.arange(num, device=chosen.device)
 
 
 def _marked(chosen: Int[Tensor, "b r"], num: int) -> Bool[Tensor, "b n"]:
-    """True for those that are chosen."""
+    """A mask of the chosen tokens."""
     if is_recorded():
         return _chosen_at(chosen, num).any(dim=1)
     none = torch.zeros(chosen.shape[0], num, dtype=torch.bool, device=chosen.device)
@@ -387,7 +386,7 @@ def _marked(chosen: Int[Tensor, "b r"], num: int) -> Bool[Tensor, "b n"]:
 
 
 def _put(values: Int[Tensor, "b r"], chosen: Int[Tensor, "b r"], num: int) -> Int[Tensor, "b n"]:
-    """The values of those that are chosen; zero for the others."""
+    """The values of the chosen tokens at their places, zeros elsewhere."""
     if is_recorded():
         return (values.float()[:, None] @ _chosen_at(chosen, num).float())[:, 0].long()
     return values.new_zeros(values.shape[0], num).scatter(1, chosen, values)
@@ -396,7 +395,7 @@ def _put(values: Int[Tensor, "b r"], chosen: Int[Tensor, "b r"], num: int) -> In
 def _match_of(
     chosen: Int[Tensor, "b r"], goes: Int[Tensor, "b r"], num_tokens: int, num_prefix: int
 ) -> Match:
-    """The match in which the chosen tokens leave to others."""
+    """The match in which the chosen tokens join the given ones."""
     return Match(
         leaves=_marked(chosen, num_tokens),
         target=_put(goes, chosen, num_tokens),
@@ -406,18 +405,18 @@ def _match_of(
 
 
 def max_leaving(num_patches: int, num_prefix: int = 0) -> int:
-    """The most tokens that one alternate matching can remove: all even ones, prefix apart."""
+    """The most tokens that one alternate matching can remove: all even ones but the prefix."""
     total = num_patches + num_prefix
     first = (total + 1) // 2 - (num_prefix + 1) // 2
     return first if num_patches > first else 0
 
 
-def alternate_sides(
+def _alternate_sides(
     metric: Float[Tensor, "b t d"], num_prefix: int
 ) -> tuple[Float[Tensor, "b f"], Int[Tensor, "b f"]]:
-    """ToMe's sides: each even token's best cosine similarity to an odd token, and that token.
+    """Each even token's largest cosine similarity to an odd token, and that token's index.
 
-    Prefix tokens take part on neither side. The partner is a position in the whole sequence.
+    Prefix tokens are on neither side. The index counts the whole sequence.
     """
     unit = torch.nn.functional.normalize(metric.detach().float(), dim=-1)
     first, second = unit[:, ::2], unit[:, 1::2]
@@ -431,7 +430,7 @@ def alternate_sides(
 
 
 def _without_first(scores: Float[Tensor, "... n"], number: int) -> Float[Tensor, "... n"]:
-    """Scores with the first so low that nobody takes them."""
+    """Scores with minus infinity for the first tokens, so that they are never chosen."""
     if number == 0:
         return scores
     place = torch.arange(scores.shape[-1], device=scores.device)
@@ -444,9 +443,9 @@ def match_alternate(
     *,
     num_prefix: int = 0,
 ) -> Match:
-    """ToMe's bipartite soft matching: even tokens may leave to their most similar odd token.
+    """ToMe's bipartite soft matching: even tokens may join their most similar odd token.
 
-    The `num_leaving` pairs of the largest similarity are taken.
+    The `num_leaving` pairs with the largest similarity do.
     """
     num_tokens = metric.shape[1]
     allowed = max_leaving(num_tokens - num_prefix, num_prefix)
@@ -455,7 +454,7 @@ def match_alternate(
             f"num_leaving: got {num_leaving}; one matching of {num_tokens - num_prefix} tokens "
             f"can remove at most {allowed}."
         )
-    best, partner = alternate_sides(metric, num_prefix)
+    best, partner = _alternate_sides(metric, num_prefix)
     if num_prefix:
         chosen, rank = best.topk(num_leaving, dim=1).indices, None
     else:
@@ -472,10 +471,10 @@ def match_most_similar(
     *,
     num_prefix: int = 0,
 ) -> Match:
-    """Alternate matching where it can remove enough, matching without sides where it cannot."""
-    if num_leaving <= max_leaving(metric.shape[1] - num_prefix, num_prefix):
-        return match_alternate(metric, num_leaving, num_prefix=num_prefix)
-    return match_freely(metric, num_leaving, num_prefix=num_prefix)
+    """ToMe's matching, or one without sides if it cannot remove enough tokens."""
+    enough = num_leaving <= max_leaving(metric.shape[1] - num_prefix, num_prefix)
+    find = match_alternate if enough else match_freely
+    return find(metric, num_leaving, num_prefix=num_prefix)
 
 
 def merge_most_similar(
@@ -500,10 +499,10 @@ def match_freely(
     *,
     num_prefix: int = 0,
 ) -> Match:
-    """Matching without sides: the most redundant tokens leave, each to its nearest that stays.
+    """Match without sides: the most redundant tokens join their most similar one that stays.
 
-    A token's redundancy is its largest cosine similarity to any token after it, so that of two
-    alike one leaves.
+    A token's redundancy is its largest cosine similarity to any later token, so that only one of
+    two similar tokens leaves.
     """
     num_tokens = metric.shape[1]
     if not 0 <= num_leaving < num_tokens - num_prefix:
@@ -512,10 +511,8 @@ def match_freely(
             f"{num_tokens - num_prefix - 1} can leave."
         )
     unit = torch.nn.functional.normalize(metric.detach().float(), dim=-1)
-    place, tiles = (
-        torch.arange(num_tokens, device=metric.device),
-        _tiles(unit, num_tokens, num_tokens),
-    )
+    place = torch.arange(num_tokens, device=metric.device)
+    tiles = _tiles(unit, num_tokens, num_tokens)
 
     def similarity(rows: slice) -> Float[Tensor, "b rows t"]:
         return _without_first(unit[:, rows] @ unit.mT, num_prefix)
@@ -540,18 +537,17 @@ def match_freely(
 def merge_in_order(
     match: Match, weight: Float[Tensor, "b t"], *, prune: bool = False, keep_norm: bool = False
 ) -> MatchedMerge:
-    """The match as a Merge that keeps the tokens that stay in their (spatial) order."""
+    """The match as a merge that keeps tokens in their (spatial) order."""
     return _merge_at(match, None, weight, prune, keep_norm)
 
 
 def merge_sides_apart(
     match: Match, weight: Float[Tensor, "b t"], *, prune: bool = False, keep_norm: bool = False
 ) -> MatchedMerge:
-    """The match as a Merge in ToMe's published order: prefix, even tokens that stay, odd tokens.
+    """The match as a merge in ToMe's published order: prefix, even tokens that stay, odd tokens.
 
-    The order is part of the method, since it decides the next block's sides. As published, even
-    tokens stay in sequence where there is a prefix, and are sorted by similarity where there is
-    none.
+    The order is part of the method, since it determines the sides in the next block. As published,
+    even tokens keep their order if there is a prefix, and are sorted by similarity if not.
     """
     position = torch.arange(match.leaves.shape[1], device=match.leaves.device)
     patch = position >= match.num_prefix
@@ -582,7 +578,7 @@ def _merge_at(
 
 
 def _arguments(rule: Rule) -> tuple[int, int, float, float, float, bool, bool]:
-    """What the kernels take of a rule, in their order."""
+    """The rule as arguments of the kernels."""
     powers = rule.protection, rule.attended, _LEAST_SHARE
     return rule.num_leaving, rule.num_prefix, *powers, rule.prune, rule.alternate
 
@@ -590,7 +586,7 @@ def _arguments(rule: Rule) -> tuple[int, int, float, float, float, bool, bool]:
 def _ordered(
     rule: Rule, assignment: Tensor, stays: Tensor, leaves: Tensor, goes: Tensor, weight: Tensor
 ) -> MatchedMerge:
-    """The merge that a kernel found."""
+    """A merge from what a kernel found."""
     return MatchedMerge(
         assignment=assignment,
         weight=weight,
@@ -657,13 +653,11 @@ def _inform_and_assign(
 
 
 def _pair_flops(tokens: list[int], num_leaving: int, num_prefix: int, *, alternate: bool) -> int:
-    """Operations of the pairs, as counted in the torch definition."""
+    """Operations that the torch definition spends on pairs."""
     b, n, c = tokens[0], tokens[1] - num_prefix, tokens[2]
     if alternate and num_leaving <= n // 2:
         return 2 * b * (n // 2) * (n - n // 2) * c
-    again = (
-        num_leaving if len(_tiles(None, n, n)) > 1 else 0
-    )  # those that leave are compared once more
+    again = num_leaving if len(_tiles(None, n, n)) > 1 else 0  # compared in both passes
     return 2 * b * (n + again) * n * c
 
 

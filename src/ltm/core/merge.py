@@ -1,11 +1,11 @@
-"""The Merge values: immutable decisions about which tokens become one.
+"""The forms of `Merge`: immutable decisions about which tokens to merge.
 
-A merge is made by a method and used by everybody else. Called on tokens it averages them; `restore`
-spreads merged tokens back to where they came from; `weights` is the merging mask G of the paper.
+A method makes a merge; everything else uses it. Calling it on tokens averages them, `restore`
+spreads merged tokens back to their original places, and `weights` is the paper's merging mask G.
 
-Letters: b images, n patch tokens before, p patch tokens after, k leading prefix tokens (class,
-distillation, register tokens), which every merge passes through untouched; c channels.
-A decision that is the same for every image has b = 1 in its own tensors and applies to any batch.
+Letters: b images, n patch tokens before the merge, p patch tokens after it, k prefix tokens (class,
+distillation, register tokens), which come first and are passed through unchanged; c channels.
+A decision that is the same for all images has b = 1 in its tensors and applies to any batch.
 Each form holds its torch definition, and asks whether a Triton kernel takes over.
 """
 
@@ -30,23 +30,23 @@ from ltm.kernels.dispatch import is_map, is_recorded, operator, uses_triton
 _MAX_SIDE = 64
 """Wider grids are not merged row by row."""
 _MAX_MEMBERS = 16
-"""Constant masks with more tokens to a place are products of whole matrices."""
+"""Constant masks with more members per merged token are applied as a matrix product."""
 _TINY = 1e-12
 
 
 class Merged(NamedTuple):
-    """What comes out of a merge."""
+    """The result of applying a merge."""
 
     tokens: Float[Tensor, "b kp c"]
     sizes: Float[Tensor, "_ kp"]
     """How many original patches each token stands for."""
     values: Float[Tensor, "_ p"] | None
-    """What the patches hand on, where they had any values."""
+    """The values of the merged patches, if values were given."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Merge(ABC):
-    """Which of n tokens become which of p, and with what weight."""
+    """Which of n tokens are merged into which of p, and with what weights."""
 
     num_prefix: int = 0
 
@@ -65,29 +65,32 @@ class Merge(ABC):
         """Weighted averages of the tokens."""
 
     def average(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        """Weighted averages of anything that belongs to the tokens, without regard to norms."""
+        """Plain weighted averages of any per-token quantity, even if the merge keeps norms."""
         return self(x)
 
     def hand_on(self, values: Float[Tensor, "b n"]) -> Float[Tensor, "b p"]:
-        """A value of every merged patch: the average of its members', by the mask itself."""
+        """One value per merged patch: the average over its members, weighted by the mask."""
+        return self.average(self._padded(values)[..., None])[:, self.num_prefix :, 0]
+
+    def _padded(self, values: Float[Tensor, "_ n"]) -> Float[Tensor, "_ kn"]:
+        """Values of the patches, with zeros for the prefix."""
         k = self.num_prefix
-        whole = torch.nn.functional.pad(values, (k, 0)) if k else values
-        return self.average(whole[..., None])[:, k:, 0]
+        return torch.nn.functional.pad(values, (k, 0)) if k else values
 
     @abstractmethod
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
-        """Each original token as the average of the merged tokens it went into."""
+        """For each original token, the average of the merged tokens that it went into."""
 
     @abstractmethod
     def weights(self) -> Float[Tensor, "b n p"]:
-        """The merging mask G: column j holds the weights of merged token j and sums to one."""
+        """The merging mask G: column j holds the weights of merged token j, and sums to one."""
 
     @abstractmethod
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         """How many original patches each merged token stands for, given the sizes before."""
 
     def kept(self) -> Int[Tensor, "_ kp"]:
-        """The token in whose place each merged token stands: here the one that weighs most."""
+        """The original token whose position each merged token takes: the one that weighs most."""
         most = self.weights().argmax(dim=1) + self.num_prefix
         prefix = torch.arange(self.num_prefix, device=most.device).expand(most.shape[0], -1)
         return torch.cat([prefix, most], dim=1)
@@ -98,31 +101,37 @@ class Merge(ABC):
         size: Float[Tensor, "_ kn"] | None,
         values: Float[Tensor, "_ n"] | None = None,
     ) -> Merged:
-        """All that becomes of the tokens; None means that all sizes before are one."""
-        if size is None:
-            size = x.new_ones(1, x.shape[1], dtype=torch.float32)
-        return Merged(self(x), self.sizes(size), None if values is None else self.hand_on(values))
+        """Merge tokens, their sizes and their values at once; no `size` means all are one."""
+        sizes = self.sizes(_sizes_before(x, size))
+        return Merged(self(x), sizes, None if values is None else self.hand_on(values))
+
+
+def _sizes_before(
+    x: Float[Tensor, "b kn c"], size: Float[Tensor, "_ kn"] | None
+) -> Float[Tensor, "_ kn"]:
+    return x.new_ones(1, x.shape[1], dtype=torch.float32) if size is None else size
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MatchedMerge(Merge):
-    """A merge into groups, which matching makes: every token goes to exactly one place.
+    """A merge into groups, as matching makes it: every token goes to exactly one place.
 
-    It costs n additions; on a GPU a product with a 0/1 matrix does them faster.
+    It takes n additions; on a GPU a product with a 0/1 matrix is faster.
     """
 
     assignment: Int[Tensor, "b kn"]
     """The place of each token after the merge, prefix tokens included."""
     weight: Float[Tensor, "b kn"]
-    """The weight of each token in its group; a token of weight zero is pruned."""
+    """The weight of each token in its group; a token with weight zero is pruned."""
     num_places: int
     """Tokens after the merge, prefix included."""
     keep_norm: bool = False
-    """Give each merged token the largest norm of its group (averaging shrinks norms)."""
+    """Give each merged token the largest norm of its group, since averaging shrinks norms."""
     leaves: Bool[Tensor, "b kn"] | None = None
-    """Who joins another token, where the match has told."""
+    """Which tokens join another, if the torch path made the match."""
     order: tuple[Int[Tensor, "b kp"], Int[Tensor, "b r"], Int[Tensor, "b r"]] | None = None
-    """Who stays, who leaves and where to, where a kernel has told: then another one merges."""
+    """The tokens that stay, those that leave and the places they go to, if a kernel made the
+    match; another kernel then merges."""
 
     @property
     def num_in(self) -> int:
@@ -146,11 +155,10 @@ class MatchedMerge(Merge):
                 x, self.weight, size, values, *self.order, self.keep_norm
             )
             return Merged(merged, sizes, None if values is None else means)
-        if size is None:
-            size = x.new_ones(1, x.shape[1], dtype=torch.float32)
+        size = _sizes_before(x, size)
         total, sizes = self._add(torch.stack([self.weight, self._counted(size)], -1)).unbind(-1)
         if not size.requires_grad:
-            sizes = sizes.detach()  # a mask that asked for gradients would cost fused attention
+            sizes = sizes.detach()  # with a mask that needs a gradient, attention is not fused
         share = self._share(total)
         merged = self._add(x * share[..., None].to(x.dtype))
         if self.keep_norm:
@@ -159,12 +167,11 @@ class MatchedMerge(Merge):
             merged = merged * factor[..., None].to(x.dtype)
         if values is None:
             return Merged(merged, sizes, None)
-        k = self.num_prefix
-        whole = torch.nn.functional.pad(values, (k, 0)) if k else values
-        return Merged(merged, sizes, self._add((whole * share)[..., None])[:, k:, 0])
+        means = self._add((self._padded(values) * share)[..., None])
+        return Merged(merged, sizes, means[:, self.num_prefix :, 0])
 
     def average(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
-        """Weighted means; who is alone in its group stays exactly as it is."""
+        """Weighted means; a token alone in its group stays exactly as it is."""
         total = self._add(self.weight[..., None])[..., 0]
         return self._add(x * self._share(total)[..., None].to(x.dtype))
 
@@ -179,7 +186,7 @@ class MatchedMerge(Merge):
         return mask[:, self.num_prefix :, self.num_prefix :]
 
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "b kp"]:
-        """Sums of sizes, without those of tokens that are pruned."""
+        """Sums of sizes, without pruned tokens."""
         return self._add(self._counted(size)[..., None])[..., 0]
 
     def kept(self) -> Int[Tensor, "b kp"]:
@@ -193,37 +200,37 @@ class MatchedMerge(Merge):
             stayed = self._groups * ~self.leaves[:, None]
             least = torch.arange(self.num_places, device=itself.device).clamp_max(self.num_prefix)
             return torch.maximum((stayed * itself).amax(dim=-1).long(), least)
-        # Tokens that leave all write to one place more, which is cut off. Where nobody stayed there
-        # is padding, and any patch will do.
+        # Tokens that leave write to an extra place, which is cut off. A place where no token stayed
+        # is padding; it gets the first patch.
         place = self.assignment.masked_fill(self.leaves, self.num_places)
         found = place.new_full((place.shape[0], self.num_places + 1), self.num_prefix)
         return found.scatter(1, place, itself.expand_as(place))[:, :-1]
 
     def _counted(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "b kn"]:
-        """Sizes of the tokens that are not pruned."""
+        """Sizes, with zeros for pruned tokens."""
         return size * (self.weight > 0)
 
     def _share(self, total: Float[Tensor, "b kp"]) -> Float[Tensor, "b kn"]:
-        """Each token's part of its group's weight."""
+        """Each token's share of the total weight of its group."""
         return self.weight / total.clamp_min(_TINY).gather(1, self.assignment)
 
     @property
     def _groups(self) -> Float[Tensor, "b kp kn"]:
-        """One where a token goes to a place, else zero."""
+        """One if a token goes to a place, else zero."""
         places = torch.arange(self.num_places, device=self.assignment.device)
         return (self.assignment[:, None] == places[:, None]).float()
 
     @property
     def _rows(self) -> Int[Tensor, "rows"]:
-        """The places of the tokens of all images, one image after the other."""
-        return _one_after_the_other(self.assignment, self.num_places)
+        """The places of all tokens, counted over the whole batch."""
+        return _over_batch(self.assignment, self.num_places)
 
     def _add(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         """Sums over the groups."""
         b, _, c = x.shape
         if is_recorded() or (x.is_cuda and self.num_places < c):
-            # One product of a 0/1 matrix: many times faster than adding up on a GPU, and TensorRT
-            # does not scatter. Of long sequences the matrix would be larger than the tokens.
+            # On a GPU a product with a 0/1 matrix is many times faster than adding, and TensorRT
+            # cannot scatter. For long sequences the matrix would be larger than the tokens.
             return self._groups.to(x.dtype) @ x
         sums = x.new_zeros(b * self.num_places, c).index_add(0, self._rows, x.reshape(-1, c))
         return sums.view(b, self.num_places, c)
@@ -237,19 +244,19 @@ class MatchedMerge(Merge):
 
 
 def rows_at(x: Float[Tensor, "b n c"], index: Int[Tensor, "b r"]) -> Float[Tensor, "b r c"]:
-    """Rows of every image: many times faster on a processor than `gather`."""
-    rows = _one_after_the_other(index, x.shape[1])
+    """Rows of each image; on a CPU this is many times faster than `gather`."""
+    rows = _over_batch(index, x.shape[1])
     return x.reshape(-1, x.shape[2]).index_select(0, rows).view(*index.shape, x.shape[2])
 
 
-def _one_after_the_other(index: Int[Tensor, "b r"], length: int) -> Int[Tensor, "rows"]:
-    """Indices into sequences of a length as indices into all of them in a row."""
+def _over_batch(index: Int[Tensor, "b r"], length: int) -> Int[Tensor, "rows"]:
+    """Indices into sequences of a length, as indices into all sequences concatenated."""
     start = torch.arange(index.shape[0], device=index.device)[:, None] * length
     return (index + start).reshape(-1)
 
 
 def row_normalise(mask: Tensor) -> Tensor:
-    """Rows that sum to one, or to zero where nothing is in them."""
+    """Rows that sum to one; a row of zeros stays zero."""
     return _over(mask, mask.sum(-1, keepdim=True))
 
 
@@ -260,7 +267,7 @@ def _column_normalise(mask: Tensor) -> Tensor:
 def _over(mask: Tensor, total: Tensor) -> Tensor:
     """Divide by the total, or by 1 where it is zero.
 
-    A small number in place of a total of zero would leave the value and not its gradient.
+    Clamping the total to a small number instead would give the same value and a wrong gradient.
     """
     return mask / torch.where(total > 0, total, 1.0)
 
@@ -271,12 +278,12 @@ def _beside_prefix(x: Tensor, num_prefix: int, merged: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DenseMerge(Merge):
-    """A merge given by its whole mask: the reference form, and the only one for any mask at all."""
+    """A merge given by its full mask: the reference form, which can hold any mask."""
 
     mask: Float[Tensor, "b n p"]
     """Non-negative weights whose columns sum to one."""
     share: Float[Tensor, "b2 n p"]
-    """Where each token goes, rows summing to one (or to zero, for a token that is dropped)."""
+    """How each token is split over the merged ones: rows sum to one, or to zero if dropped."""
 
     @staticmethod
     def from_support(
@@ -318,7 +325,7 @@ class DenseMerge(Merge):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GridMerge(Merge):
-    """A merge of a whole grid, rows and columns apart: two small products instead of an n x p one.
+    """A merge of a grid along rows and columns: two small products instead of a large one.
 
     The support is the Kronecker product of `rows` and `columns`; tokens are in raster order.
     """
@@ -326,11 +333,11 @@ class GridMerge(Merge):
     rows: Float[Tensor, "h h2"]
     columns: Float[Tensor, "w w2"]
     weight: Float[Tensor, "b n"] | None = None
-    """One positive weight per token; None weighs all alike."""
+    """One positive weight per token; None weighs all the same."""
     normalised: bool = False
-    """The columns of both factors sum to one already (a folded mask)."""
+    """Whether the columns of both factors already sum to one."""
     size_out: Float[Tensor, "1 kp"] | None = None
-    """The sizes after the merge, where they are known beforehand."""
+    """The sizes after the merge, if known in advance."""
 
     @property
     def grid_in(self) -> tuple[int, int]:
@@ -359,7 +366,7 @@ class GridMerge(Merge):
         return _beside_prefix(x, self.num_prefix, merged)
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
-        """Row n of the mask is `A[n, p] / total[p]` up to a factor: the weight itself cancels."""
+        """Row n of the mask is `A[n, p] / total[p]` times the weight of token n, which cancels."""
         patches = y[:, self.num_prefix :]
         rows, columns = self.rows, self.columns
         if self.normalised:
@@ -386,7 +393,7 @@ class GridMerge(Merge):
 
 
 def kronecker(rows: Float[Tensor, "h h2"], columns: Float[Tensor, "w w2"]) -> Tensor:
-    """The support of a grid as one matrix over its tokens in raster order."""
+    """The support of a grid as a matrix over its tokens in raster order."""
     support = rows[:, None, :, None] * columns[None, :, None, :]
     return support.reshape(rows.shape[0] * columns.shape[0], -1)
 
@@ -403,13 +410,13 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StaticMerge(Merge):
-    """A merge folded into one constant matrix, prefix included: one product, nothing else."""
+    """A merge folded into a constant matrix, prefix included: a single product."""
 
     matrix: Float[Tensor, "kp kn"]
     back: Float[Tensor, "kn kp"]
     size_out: Float[Tensor, "kp"]
     members: tuple[Int[Tensor, "kp m"], Float[Tensor, "kp m"]] | None = None
-    """The matrix as `members_of` reads it, for a kernel."""
+    """The matrix as `members_of` lists it, for a kernel."""
 
     @staticmethod
     def fold(merge: Merge, size: Float[Tensor, "1 kn"]) -> StaticMerge:
@@ -453,7 +460,7 @@ class StaticMerge(Merge):
 def members_of(
     matrix: Float[Tensor, "p t"],
 ) -> tuple[Int[Tensor, "p m"], Float[Tensor, "p m"]] | None:
-    """The tokens in each row of a matrix, and their shares; None where a row has many."""
+    """The nonzero columns of each row of a matrix, and their values; None if a row has too many."""
     if matrix.is_meta:
         return None
     most = max(1, int((matrix != 0).sum(dim=1).max()))
@@ -464,7 +471,7 @@ def members_of(
 
 
 def _with_prefix(mask: Tensor, num_prefix: int) -> Tensor:
-    """The mask with an identity before it: prefix tokens pass through."""
+    """The mask extended by an identity for the prefix tokens."""
     whole = mask.new_zeros(mask.shape[0] + num_prefix, mask.shape[1] + num_prefix)
     whole[:num_prefix, :num_prefix].fill_diagonal_(1)
     whole[num_prefix:, num_prefix:] = mask
@@ -474,14 +481,14 @@ def _with_prefix(mask: Tensor, num_prefix: int) -> Tensor:
 def token_sizes(
     tokens: Float[Tensor, "b t c"], size: Float[Tensor, "_ t"] | None
 ) -> Float[Tensor, "b t"]:
-    """The sizes of the tokens of every image, ones where there are none yet."""
+    """The sizes of the tokens of each image, in single precision; ones if `size` is None."""
     if size is None:
         return tokens.new_ones(tokens.shape[:2]).float()
     return size.float().expand(tokens.shape[0], -1)
 
 
 def compose_weights(merges: Sequence[Merge]) -> Float[Tensor, "b n0 p"]:
-    """The weights of the tokens after all merges over the tokens before the first."""
+    """The mask of several merges in a row: weights of the last tokens over the first."""
     if not merges:
         raise ValueError("merges: got none; composing needs at least one merge.")
     total = merges[0].weights()
@@ -491,19 +498,19 @@ def compose_weights(merges: Sequence[Merge]) -> Float[Tensor, "b n0 p"]:
 
 
 def restore_through(merges: Sequence[Merge], y: Float[Tensor, "b kp c"]) -> Tensor:
-    """Tokens after all merges, spread back to the places before the first."""
+    """Spread the tokens after several merges back to the places before the first."""
     for merge in reversed(merges):
         y = merge.restore(y)
     return y
 
 
 def _at_most_one(weight: Tensor) -> Tensor:
-    """Weights of tokens, `b n 1`, of which only the ratios count: half precision holds them."""
+    """Weights `b n 1` scaled to at most one, for half precision: only their ratios matter."""
     return weight / weight.detach().amax(dim=1, keepdim=True)
 
 
 def _multiplies(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel multiplies these; under autocast torch does, and chooses the precision."""
+    """Whether a kernel multiplies these; under autocast torch does, in the precision it chooses."""
     return uses_triton(x, *others) and not torch.is_autocast_enabled(x.device.type)
 
 
@@ -543,7 +550,7 @@ def _merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Te
 
 @register_flop_formula(torch.ops.ltm.gather)
 def _(tokens: list[int], who: list[int], *_: Any, **__: Any) -> int:
-    """As counted in the torch definition, a product with the whole matrix."""
+    """Operations of the torch definition, a product with the full matrix."""
     return 2 * math.prod(tokens) * who[0]
 
 
@@ -556,7 +563,7 @@ def _(tokens: list[int], weight: Any, rows: list[int], columns: list[int], **_: 
 def pool_by_size(
     x: Float[Tensor, "b n c"], size: Float[Tensor, "_ n"], kind: str
 ) -> Float[Tensor, "b c"]:
-    """The mean token, the largest value of each channel ("max"), or half of both ("avgmax")."""
+    """Pool by mean weighted by size ("avg"), by maximum ("max"), or by half of each ("avgmax")."""
     size = size[..., None]
     largest = x.masked_fill(size <= 0, -torch.inf).amax(dim=1) if "max" in kind else None
     if kind == "max":

@@ -1,8 +1,7 @@
-"""Patches embedded by a product.
+"""Embed patches by a matrix product.
 
-A convolution whose steps are as long as its kernel is one product with the patches. On GPUs its
-own kernels for three channels leave the tensor cores out: it can take a sixth of a small ViT's
-forward.
+A convolution whose stride equals its kernel size is a product with the patches. For three channels
+the GPU's convolutions do not use tensor cores, and can take a sixth of a small ViT's forward.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 
 from ltm.kernels.dispatch import is_recorded
 
-MAX_CHANNELS = 4
-"""Images have so many channels; for more of them convolutions are as fast."""
+_MAX_CHANNELS = 4
+"""With more input channels than images have, convolutions are as fast."""
 
 
 class PatchProduct(nn.Conv2d):
-    """A convolution over patches that do not overlap, done as a product on a GPU."""
+    """A convolution over patches that do not overlap; on a GPU a matrix product."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of the overridden one
         if not input.is_cuda or not _is_half(input) or is_recorded():
@@ -26,7 +25,7 @@ class PatchProduct(nn.Conv2d):
 
 
 def embed_patches(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the convolution gives, `b c h w`; pixels beyond the last whole patch are left out."""
+    """The output of the convolution, `b c h w`; pixels beyond the last full patch are left out."""
     channels, patch = weight.shape[0], weight.shape[2:]
     rows, columns = (side // step for side, step in zip(images.shape[2:], patch, strict=True))
     if not rows or not columns:
@@ -42,12 +41,12 @@ def embed_patches(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _is_half(images: Tensor) -> bool:
-    """In full precision torch's convolutions may round their inputs, and are fast enough."""
+    """Whether precision is half; in single precision torch's convolution is fast enough."""
     return images.element_size() == 2 or torch.is_autocast_enabled(images.device.type)
 
 
 def embed_by_product_(model: nn.Module) -> int:
-    """Let all patch embeddings of a network be products; returns how many there are."""
+    """Turn all patch embeddings of a network into products; returns how many there are."""
     found = [module for module in model.modules() if type(module) is nn.Conv2d and _is_one(module)]
     for module in found:
         module.__class__ = PatchProduct
@@ -64,4 +63,4 @@ def embed_by_convolution_(model: nn.Module) -> None:
 def _is_one(conv: nn.Conv2d) -> bool:
     steps = conv.kernel_size == conv.stride and min(conv.kernel_size) > 1
     plain = conv.padding in ((0, 0), "valid") and conv.dilation == (1, 1) and conv.groups == 1
-    return steps and plain and conv.in_channels <= MAX_CHANNELS
+    return steps and plain and conv.in_channels <= _MAX_CHANNELS

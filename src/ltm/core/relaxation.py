@@ -1,8 +1,8 @@
-"""Soft merging: a relaxation of matching through which gradients reach what decides.
+"""Soft merging: a relaxation of matching that gives the choice of tokens a gradient.
 
-In training nobody leaves. A token hands a part of its mass to others, and what is left of it counts
-in the attention by its logarithm: a token without mass is as good as gone. At inference the choice
-is hard, and tokens really leave.
+In training no token leaves. A token gives a part of its mass to others, and attention counts it by
+the rest: one without mass is practically masked out. At inference the choice is hard, and tokens
+really leave.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, c channels.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 from ltm.core.merge import Merge
 
 _LEAST = 1e-6
-"""Mass that is left of a token that has handed everything on."""
+"""The mass left to a token that has given all away."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SoftMerge(Merge):
-    """Tokens keep their places and hand parts of their mass on."""
+    """Tokens keep their places and give parts of their mass to others."""
 
     moved: Float[Tensor, "b n n"]
     """The part of token i's mass that goes to token j."""
@@ -71,9 +71,9 @@ class SoftMerge(Merge):
 def continuous_top_k(
     scores: Float[Tensor, "b f s"], number: int, temperature: float
 ) -> Float[Tensor, "b f s"]:
-    """Parts that add up to `number`: a softmax over all pairs, so many times.
+    """Shares that sum to `number`: that many softmaxes over all pairs.
 
-    After each, rows that were taken count less. No row gives more than its whole.
+    After each one, rows that were chosen count less. No row gives more than one.
     """
     scores, taken = scores.float() / temperature, torch.zeros_like(scores, dtype=torch.float32)
     for _ in range(number):

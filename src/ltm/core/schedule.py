@@ -16,7 +16,7 @@ Grid = tuple[int, int]
 
 
 def require_ratio(name: str, value: Any) -> None:
-    """Refuse what is no share of a whole."""
+    """Raise a ValueError unless a value is in (0, 1]."""
     if not isinstance(value, Real):
         raise ValueError(f"{name}: got {value!r}; it must be a number larger than 0 and at most 1.")
     if not 0 < float(value) <= 1:
@@ -35,7 +35,7 @@ def ceil_grid(grid: Grid, ratio: float) -> Grid:
 
 
 def constant_number(strength: float, num_in: int, num_sites: int) -> list[int]:
-    """ToMe's schedule: the same number leaves at every site.
+    """ToMe's schedule: the same number of tokens leaves at every site.
 
     Sites may differ by one token, so that budgets can be met closely.
     """
@@ -44,21 +44,21 @@ def constant_number(strength: float, num_in: int, num_sites: int) -> list[int]:
 
 
 def constant_rate(strength: float, num_in: int, num_sites: int) -> list[int]:
-    """The same share of its tokens leaves every site: none at strength 0, all at 1."""
+    """Every site removes the same share of its tokens: none at strength 0, all at 1."""
     return weighted_rate(strength, num_in, [0.5] * num_sites)
 
 
 def falling_number(strength: float, num_in: int, num_sites: int) -> list[int]:
-    """ToMe's decreasing schedule: what leaves falls linearly to nothing over the sites."""
+    """ToMe's decreasing schedule: the number of tokens that leave falls linearly to zero."""
     parts = [num_sites - site - 0.5 for site in range(num_sites)]
     leaving = [part / sum(parts) * strength * num_in for part in parts]
     return [max(1, num_in - int(sum(leaving[: site + 1]))) for site in range(num_sites)]
 
 
 def weighted_rate(strength: float, num_in: int, leaving: Sequence[float]) -> list[int]:
-    """A depth profile: each site gives up its own share of its tokens.
+    """A depth profile: each site removes its own share of its tokens.
 
-    `leaving` holds the shares at strength one half; they fall to nothing at 0 and rise to all at 1.
+    `leaving` holds the shares at strength 0.5; they are zero at strength 0 and one at 1.
     """
     exponent = strength / (1 - strength) if strength < 1 else math.inf
     counts: list[int] = []
@@ -75,8 +75,8 @@ def grid_counts(
     """The grid after each block of a grid network, given a strength per block (0: no merging).
 
     `stages` are the numbers of blocks at each resolution; between them the sides are halved,
-    rounded up. Sides larger than `multiple` stay multiples of it, since attention windows pad them
-    up anyway.
+    rounded up. Sides larger than `multiple` stay multiples of it, since attention windows would pad
+    them to that anyway.
     """
     counts: list[Grid] = []
     blocks = iter(strengths)
@@ -92,12 +92,12 @@ def grid_counts(
 
 
 def halve(grid: Grid) -> Grid:
-    """The grid after a strided convolution or a patch merging: half of it, rounded up."""
+    """The grid after a strided convolution or patch merging: its halves, rounded up."""
     return (grid[0] + 1) // 2, (grid[1] + 1) // 2
 
 
 def _sides(grid: Grid, share: float, multiple: int) -> Grid:
-    """Whole-number sides of at least the wanted area: width first, then the height it leaves."""
+    """Integer sides of at least the wanted area: the width first, then the height to match."""
     width = _round_up(grid[1] * math.sqrt(share), multiple, grid[1])
     height = _round_up(grid[0] * grid[1] * share / width, multiple, grid[0])
     return height, width
@@ -114,7 +114,7 @@ _MAX_STEPS = 14
 
 @dataclass(frozen=True)
 class Fit(Generic[Counts]):
-    """The weakest strength that meets a budget."""
+    """The weakest strength that meets a budget, with its counts and their cost."""
 
     strength: float
     counts: Counts
@@ -128,9 +128,9 @@ def fit_budget(
     tolerance: float = 0.003,
     steps: int = _MAX_STEPS,
 ) -> Fit[Counts] | None:
-    """Search the weakest strength whose cost is at most the budget; None where none is.
+    """Search for the weakest strength whose cost is at most the budget; None if there is none.
 
-    The search ends early once the cost is within `tolerance` (a share) below the budget.
+    The search ends once the cost is within `tolerance`, a share of the budget, below the budget.
     """
     counts = counts_at(0.0)
     low, above = 0.0, cost_of(counts)
@@ -143,7 +143,7 @@ def fit_budget(
     for step in range(steps):
         if best.cost >= (1 - tolerance) * budget or best.strength - low < 1e-4:
             break
-        # Costs curve: interpolating alone creeps up from one side, so every third step halves.
+        # Interpolation of a curve approaches from one side only, so every third step halves.
         part = (above - budget * (1 - tolerance / 2)) / (above - best.cost)
         part = 0.5 if step % 3 == 0 else min(max(part, 0.05), 0.95)
         strength = low + part * (best.strength - low)

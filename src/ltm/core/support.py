@@ -1,11 +1,10 @@
-"""The learned support M of a merging mask: which tokens may enter a merged token at all.
+"""The learned support M of a merging mask: which tokens may enter which merged token (target).
 
-Every target has an anchor, a token that is always in; its candidates are the tokens around the
-anchor; nothing else is a parameter. The paper's form has neither: every token may enter every
-target. The choice among candidates is binary, from logistic (binary
-Gumbel) noise on learnable logits, with a straight-through gradient.
+Each target has an anchor, a token that is always in, and its candidates are the tokens around the
+anchor. The paper's form has neither: every token may enter every target. The choice of candidates
+is binary, by logistic (binary Gumbel) noise on learned logits, with a straight-through gradient.
 
-Letters: n tokens, p targets, k candidates of a target.
+Letters: n tokens, p targets, k candidates per target.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NUM_CANDIDATES = 9
 
 
 def anchors(num_tokens: int, num_targets: int) -> Int[Tensor, "p"]:
-    """Evenly spaced tokens, one per target, all different."""
+    """Evenly spaced tokens, a different one per target."""
     step = torch.arange(num_targets, dtype=torch.float64)
     return ((step + 0.5) * num_tokens / num_targets).floor().long()
 
@@ -37,14 +36,14 @@ class Candidates:
     """False where a target near an edge has fewer candidates."""
     anchor: Bool[Tensor, "p k"]
     home: Bool[Tensor, "p k"]
-    """The candidates that are in from the start: together they cover every token once."""
+    """The candidates that are in at first: together they cover every token once."""
 
 
 def axis_candidates(num_tokens: int, num_targets: int) -> Candidates:
-    """Candidates along one axis of a grid: the anchor and its neighbours to both sides.
+    """Candidates along one side of a grid: the anchor and its neighbours on both sides.
 
-    A token is at home in the stretch of the axis in which its middle lies, so that merged tokens
-    stand as evenly as whole tokens can, and lean to neither side.
+    The axis is divided evenly between targets. A token starts in the target that its middle falls
+    into, so merged tokens are spaced as evenly as whole tokens allow.
     """
     middles = torch.arange(num_tokens, dtype=torch.float64) + 0.5
     chosen = anchors(num_tokens, num_targets)
@@ -60,10 +59,10 @@ def axis_candidates(num_tokens: int, num_targets: int) -> Candidates:
 
 
 def grid_candidates(grid: Grid, num_tokens: int, num_targets: int) -> Candidates:
-    """Candidates of a sequence of patches: the tokens nearest to the anchor in the image.
+    """Candidates in a sequence of patches: the tokens nearest to the anchor in the image.
 
-    A sequence that was merged before stands at the evenly spaced patches that remain of the grid.
-    One that is longer comes from a larger image, and is taken for one of the same shape.
+    A sequence shorter than the grid was merged before; its tokens are taken to be evenly spaced
+    patches. A longer one comes from a larger image, which is taken to have the same aspect ratio.
     """
     if num_tokens > grid[0] * grid[1]:
         scale = math.sqrt(num_tokens / (grid[0] * grid[1]))
@@ -80,9 +79,9 @@ def grid_candidates(grid: Grid, num_tokens: int, num_targets: int) -> Candidates
 
 
 def all_candidates(near: Candidates, num_tokens: int) -> Candidates:
-    """Every token as a candidate of every target, and no anchors: the paper's N x P choices.
+    """Every token as a candidate of every target, without anchors: the paper's N x P choices.
 
-    They start from the same partition as their neighbours alone would.
+    They start from the same partition as the near candidates.
     """
     num_targets = len(near.index)
     home = near.index.new_zeros(num_targets, num_tokens)
@@ -102,15 +101,14 @@ def _candidates(index: Tensor, valid: Tensor, chosen: Tensor, homes: Tensor) -> 
 
 
 def initial_logits(candidates: Candidates) -> Float[Tensor, "p k"]:
-    """Start from the partition in which every token is at home."""
+    """Logits of the initial partition."""
     return torch.where(candidates.home, 3.0, -3.0)
 
 
 def choose(logits: Float[Tensor, "p k"], *, noise: float = 0.0) -> Float[Tensor, "p k"]:
-    """Binary choice of every candidate; the gradient passes straight through to the logits.
+    """Choose candidates by thresholding their logits, with a straight-through gradient.
 
-    With `noise` the logits are jittered by logistic noise of that scale; without, the choice is
-    the plain threshold.
+    `noise` is the scale of logistic noise on the logits.
     """
     if noise > 0:
         uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
@@ -120,21 +118,21 @@ def choose(logits: Float[Tensor, "p k"], *, noise: float = 0.0) -> Float[Tensor,
 
 def straight_through(hard: Bool[Tensor, "*n"], soft: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """One or zero, as `hard` says, with the gradient of `soft`."""
-    # Subtract first: (1 + soft) - soft rounds, and a zero that is off by rounding has a logarithm.
+    # Subtract first: (1 + soft) - soft rounds, and a zero must stay exact for later logarithms.
     return hard.to(soft.dtype) + (soft - soft.detach())
 
 
 def support_matrix(
     choice: Float[Tensor, "p k"], candidates: Candidates, num_tokens: int
 ) -> Float[Tensor, "n p"]:
-    """The support as a matrix; anchors are always in, what is no candidate is out."""
+    """The support as a matrix, with anchors always in and tokens that are no candidates out."""
     values = torch.where(candidates.anchor, 1.0, choice) * candidates.valid
     matrix = values.new_zeros(values.shape[0], num_tokens)
     return matrix.scatter_add(1, candidates.index, values).mT
 
 
 def resample_logits(logits: Float[Tensor, "p k"], num_targets: int) -> Float[Tensor, "p2 k"]:
-    """Logits for another number of targets: interpolated along the targets, offset by offset."""
+    """Interpolate logits to another number of targets, for each candidate apart."""
     if logits.shape[0] == num_targets:
         return logits
     curves = logits.mT[None]

@@ -1,4 +1,4 @@
-"""Settings checked at the door: a ValueError names the field, its value and what is allowed."""
+"""Check settings when they are made; a ValueError names field, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Within:
     least: float
     most: float
     above: bool = False
-    """`least` itself is not allowed."""
+    """Exclude `least` itself."""
 
     def __contains__(self, value: Any) -> bool:
         low = value > self.least if self.above else value >= self.least
@@ -32,7 +32,7 @@ class Within:
 
 
 def settle(settings: Any) -> None:
-    """Check the values of a frozen dataclass by their fields' types, and make them plain."""
+    """Check the fields of a frozen dataclass by their types, and make their values plain."""
     types = _types_of(cast("type[Any]", type(settings)))
     for field in dataclasses.fields(settings):
         value, wanted = getattr(settings, field.name), types[field.name]
@@ -53,7 +53,7 @@ def check_entries(
     *,
     required: Iterable[str] = (),
 ) -> None:
-    """Check the entries of a file by their types; `path` goes before their names in errors."""
+    """Check the entries of a file by their types; errors put `path` before their names."""
     for name, value in entries.items():
         if name not in types:
             known = ", ".join(sorted(types))
@@ -66,23 +66,23 @@ def check_entries(
 
 
 def require(holds: bool, name: str, value: object, allowed: str) -> None:
-    """Refuse a setting by its name, its value and what is allowed."""
+    """Raise a ValueError with name, value and what is allowed, unless the condition holds."""
     if not holds:
         raise ValueError(f"{name} is {value}, but must be {allowed}")
 
 
 def require_least(name: str, value: float | None, least: float = 1) -> None:
-    """Refuse a number that is too small; None is no number."""
+    """Raise a ValueError if a number is too small; None passes."""
     require(value is None or value >= least, name, value, f"at least {least}")
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line, which fits into a sentence."""
+    """Return the first line of an error message, without its full stop, for use in a sentence."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def plain(value: Any) -> Any:
-    """Numbers of other kinds, numpy's say, as Python's own, and sequences as tuples of such."""
+    """Turn numbers of other types, such as numpy's, into Python's, and sequences into tuples."""
     if isinstance(value, list | tuple):
         return tuple(plain(item) for item in cast("Sequence[Any]", value))
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -101,7 +101,7 @@ def _suits(value: Any, wanted: Any) -> bool:
         return _items_suit(value, origin, inner)
     if origin is Literal or wanted is Any:
         return wanted is Any or value in inner
-    if isinstance(value, bool):  # no number, though Python says so
+    if isinstance(value, bool):  # in Python an int, but not here
         return wanted is bool
     kinds: dict[Any, Any] = {float: Real, int: Integral}
     return isinstance(value, kinds.get(wanted, wanted)) and (
@@ -112,7 +112,7 @@ def _suits(value: Any, wanted: Any) -> bool:
 def _is_finite(value: Real) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -124,7 +124,7 @@ def _items_suit(value: Any, container: type, inner: tuple[Any, ...]) -> bool:
 
 
 def _all_suit(values: Sequence[Any], kinds: tuple[Any, ...]) -> bool:
-    """Items of a tuple: each of the first kind where the second is an ellipsis."""
+    """Whether the items of a tuple fit `(kind, ...)`, or one kind each."""
     if kinds[1:] == (...,):
         return all(_suits(value, kinds[0]) for value in values)
     return len(kinds) == len(values) and all(map(_suits, values, kinds))

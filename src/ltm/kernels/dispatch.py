@@ -1,8 +1,8 @@
-"""Whether Triton computes a step in place of torch, and in what precision.
+"""Whether a Triton kernel takes over a step from torch, and the precision of steps.
 
-Triton's kernels are for inference: they run wherever there is an NVIDIA GPU and Triton, unless
-`LTM_KERNELS=0` is in the environment. They give what the step's torch definition gives, which does
-the work everywhere else.
+Triton kernels are for inference. They run on NVIDIA GPUs with Triton, unless `LTM_KERNELS=0` is in
+the environment, and compute the same as the torch definition of the step, which runs everywhere
+else.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -35,14 +35,14 @@ _installed = find_spec("triton") is not None
 
 
 def enable(on: bool = True) -> bool:
-    """Use the kernels wherever they can be used, or nowhere; returns what held before."""
+    """Switch all kernels on or off; returns the setting before."""
     global _enabled
     before, _enabled = _enabled, on
     return before
 
 
 def uses_triton(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels do the work on these tensors."""
+    """Whether a kernel computes a step on these tensors."""
     if not (_enabled and _installed and _runs_on(x)) or is_recorded():
         return False
     return not torch.is_grad_enabled() or not any(
@@ -51,20 +51,20 @@ def uses_triton(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def compact(x: Tensor) -> Tensor:
-    """The tensor in the layout that kernels read, so that only one of them copies it."""
+    """The tensor in contiguous layout if kernels read it, so that it is copied only once."""
     return x.contiguous() if not x.is_contiguous() and uses_triton(x) else x
 
 
 def is_map(tokens: Tensor) -> bool:
-    """Whether tokens, `b n c`, lie in memory as a map does, channels first."""
+    """Whether tokens `b n c` have the memory layout of a map, channels first."""
     _, n, c = tokens.shape
     return n > 1 and tokens.stride() == (c * n, 1, n)
 
 
 def is_recorded() -> bool:
-    """Whether a network is exported: it has to run where our own operators are not known.
+    """Whether a network is exported, so that it must run without our own operators.
 
-    The flag itself is read: torch.compile before 2.12 takes `is_exporting` for true.
+    This reads the flag itself, because torch.compile before 2.12 takes `is_exporting` for true.
     """
     flag: bool | None = getattr(torch.compiler, "_is_exporting_flag", None)
     exporting = torch.compiler.is_exporting() if flag is None else flag
@@ -72,14 +72,14 @@ def is_recorded() -> bool:
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return `x` as it is in float32 and float64, in float32 from anything narrower."""
+    """Return `x` in float32, or unchanged if it is float64."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Suspend autocast on the device of `x`: it would turn float32 products into half precision.
+    """Suspend autocast on the device of `x`, which would run products in half precision.
 
-    Where autocast is off nothing is entered, so that exported graphs stay free of it.
+    If autocast is off this does nothing, so that exported graphs do not contain it.
     """
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -111,20 +111,20 @@ def operator(shapes: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @cache
 def _kernel(name: str) -> Callable[..., Any]:
-    """Imported when first used: kernels need Triton."""
+    """A kernel by name; its module is imported on first use, because it needs Triton."""
     return getattr(import_module("ltm.kernels.triton"), name)
 
 
 def _runs_on(x: Tensor) -> bool:
     if not x.is_cuda or x.dtype not in _DTYPES or torch.version.cuda is None:
         return False
-    # Compiled graphs need Triton themselves, and cannot be told to try.
+    # Compiled graphs need Triton anyway, and cannot contain the trial run.
     return torch.compiler.is_compiling() or _works_on(x.device.index)
 
 
 @cache
 def _works_on(device: int) -> bool:
-    """Whether a kernel can be built and launched: that takes a C compiler, and no old GPU."""
+    """Whether a kernel can be built and run here: it takes a C compiler and a recent GPU."""
     if torch.cuda.get_device_capability(device) < _OLDEST:
         return False
     try:
@@ -132,7 +132,7 @@ def _works_on(device: int) -> bool:
         token, weight = one.float()[..., None], one.float()
         with torch.cuda.device(device):
             _kernel("merge_groups")(token, weight, None, None, one, one, one, False)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the torch path works
+    except Exception as error:  # noqa: BLE001 - whatever fails, the torch path works
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(
             f"Triton's kernels do not run on cuda:{device} ({reason}); torch does their work. "

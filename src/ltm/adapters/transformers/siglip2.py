@@ -1,8 +1,8 @@
-"""The vision tower of SigLIP 2 with images of their own sizes and aspects, in transformers.
+"""The vision tower of SigLIP 2 in transformers, for images of different sizes and aspect ratios.
 
-It takes patches, which of them are not padding, and how many rows and columns each image has. A
-budget holds at the size that its positions were learned for. Padding has size zero: it is the first
-to leave, and nothing merges with it. A converted tower takes images, too; they become patches.
+It takes patches, a mask of those that are not padding, and the rows and columns of each image. A
+budget holds at the size that its positions were learned for. Padding has size zero: it leaves
+first, and no token merges with it. A converted tower also takes images, and cuts them into patches.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from ltm.core.schedule import Grid
 
 
 def _side(tower: Any) -> int:
-    """Pixels along a side of a patch."""
+    """The side of a patch in pixels."""
     size = tower.config.patch_size
     return size if isinstance(size, int) else size[0]
 
 
 def _patched(tower: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Grid]:
-    """Images as the tower takes them: patches, and their rows and columns."""
+    """Cut images into patches; returns them, the rows and columns of each image, and the grid."""
     p = _side(tower)
     grid = images.shape[2] // p, images.shape[3] // p
     images = images[:, :, : grid[0] * p, : grid[1] * p].unflatten(3, (-1, p)).unflatten(2, (-1, p))
     patches = images.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-    return patches, torch.tensor([grid], device="cpu").expand(len(images), -1), grid
+    return patches, torch.tensor([grid], device="cpu").expand(images.shape[0], -1), grid
 
 
 class FromImages(Swapped):
-    """A tower that takes images; it may take patches as well."""
+    """A tower that takes images as well as patches."""
 
     stays: ClassVar[bool] = True
 
@@ -61,7 +61,7 @@ class FromImages(Swapped):
 
 
 class MergingPaddedTower(GivingTower):
-    """The tower opens the forward: here it is known what is padding."""
+    """A converted tower, which opens the forward, since it knows what is padding."""
 
     def forward(
         self,
@@ -80,7 +80,7 @@ class MergingPaddedTower(GivingTower):
 
 
 class MergingPaddedLayer(PaddedMixin, MergingEncoderLayer):
-    """A layer whose tokens may be padding: the mask covers it until the first merge."""
+    """A layer whose tokens may be padding, which the given mask covers until the first merge."""
 
     def attend(
         self,
@@ -99,7 +99,7 @@ class MergingPaddedLayer(PaddedMixin, MergingEncoderLayer):
 
 
 class MergingPoolingHead(Swapped):
-    """The pooling head: of merged tokens the sizes say which are padding."""
+    """The pooling head; after a merge the token sizes say what is padding."""
 
     sized: Slot
 
@@ -110,7 +110,7 @@ class MergingPoolingHead(Swapped):
 
 
 class MaskedMeanPooled(MeanPooled):
-    """A classifier that reads the mean of the tokens that are not padding."""
+    """A classifier that reads the mean token, without padding."""
 
     @can_return_tuple
     def forward(

@@ -1,17 +1,16 @@
 """What the vision towers of transformers share: layers, embeddings, pooling and saving.
 
-Their layers are all the same two halves, attention and MLP, under different names, and their
-attention takes a mask to which the sizes of tokens are added. So a family says what its halves are
-called, and which classes it covers.
+All layers have two halves, attention and MLP, under different names, and their attention takes a
+mask, to which the token sizes are added. So a family only names its halves and its classes.
 
-transformers knows classes by their names: in `config.json`, for device maps and for hidden states.
-The class that a module gets therefore bears the name of the one it had.
+transformers identifies classes by name: in `config.json`, for device maps and for hidden states.
+So a module's new class has the name of its old one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,7 +21,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ltm.adapters.base import Adapter, Block, Layout, Run
 from ltm.adapters.blocks import (
-    MergingMixin,
+    HalvesMixin,
     Slot,
     Tokens,
     TokenState,
@@ -32,21 +31,21 @@ from ltm.adapters.blocks import (
     revert_block_,
 )
 from ltm.adapters.conversion import ATTRIBUTE, described, warn_of_fewer
-from ltm.core.attention import Rotation, attend_sized, has_kernel, hints_of, size_bias, turn
+from ltm.core.attention import Rotation, attend_sized, has_kernel, hints_of, size_bias
 from ltm.core.merge import pool_by_size
 from ltm.methods.base import MethodConfig, Site
 
 _BIASED = ("sdpa", "eager")
-"""The implementations of attention that take a mask of numbers."""
+"""The implementations of attention that take a floating-point mask."""
 
 
 class Swapped(nn.Module):
-    """A first base of a class that was made for a host's; see `swapped`."""
+    """The base of the classes that `swapped` combines with a host's."""
 
     swapped: ClassVar[tuple[type[nn.Module], ...]]
-    """What the class was made of, the host's last."""
+    """The classes that were combined, the host's last."""
     stays: ClassVar[bool] = False
-    """Whether it outlives the conversion."""
+    """Whether the class stays when the conversion is undone."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _revived, type(self).swapped, self.__dict__
@@ -54,7 +53,7 @@ class Swapped(nn.Module):
 
 @functools.cache
 def swapped(own: type[nn.Module], *others: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of all that bears the name of the last, the host's."""
+    """A subclass of all classes, with the name of the last one, the host's."""
     if not others:
         return own
     below = swapped(*others)
@@ -69,12 +68,12 @@ def _revived(*kinds: type[nn.Module]) -> nn.Module:
 
 
 def host_of(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has in transformers."""
+    """The class of transformers that a module has or derives from."""
     return module.swapped[-1] if isinstance(module, Swapped) else type(module)
 
 
 def _before(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before the conversion."""
+    """The class that a module goes back to when the conversion is undone."""
     if not isinstance(module, Swapped):
         return type(module)
     *own, host = module.swapped
@@ -82,7 +81,7 @@ def _before(module: nn.Module) -> type[nn.Module]:
 
 
 def become_too_(module: nn.Module, own: type[Swapped]) -> None:
-    """Swap the class of a module for a subclass of it and of `own`; what stays is outermost."""
+    """Make a module's class a subclass of `own`, too; classes that stay come first."""
     kinds: tuple[Any, ...] = getattr(type(module), "swapped", (type(module),))
     outer = [kind for kind in (own, *kinds[:-1]) if kind.stays]
     inner = [kind for kind in (own, *kinds[:-1]) if not kind.stays]
@@ -90,11 +89,11 @@ def become_too_(module: nn.Module, own: type[Swapped]) -> None:
 
 
 class Classifier(Swapped):
-    """A classifier that takes images and gives scores, as timm's do: what verbs work with."""
+    """A classifier that takes images and returns scores, as timm's do."""
 
     stays: ClassVar[bool] = True
     pretrained_cfg: dict[str, Any]
-    """How images are prepared, in timm's words."""
+    """The preprocessing of images, as timm writes it."""
 
     @property
     def num_classes(self) -> int:
@@ -107,19 +106,11 @@ class Classifier(Swapped):
 # --- The parts of a converted tower --------------------------------------------------------------
 
 
-class MergingLayer(Swapped, MergingMixin):
+class MergingLayer(Swapped, HalvesMixin):
     """A layer that merges its attention output."""
 
     num_prefix: int
     """Tokens before the patches; the first of them is a class token."""
-
-    def attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """The first half, up to its residual; `attend` is its attention."""
-        raise NotImplementedError
-
-    def transformed(self, z: Tensor) -> Tensor:
-        """The second half, up to its residual."""
-        raise NotImplementedError
 
     def self_attention(self) -> Any:
         """The layer of attention."""
@@ -139,7 +130,7 @@ class MergingLayer(Swapped, MergingMixin):
         return z + self.transformed(z)
 
     def rotation(self, tokens: Tokens, options: dict[str, Any]) -> Rotation | None:
-        """The rotary positions of the tokens, where there are some."""
+        """The rotary positions of the tokens, if the network has such."""
         return None
 
     def attend(
@@ -150,7 +141,7 @@ class MergingLayer(Swapped, MergingMixin):
         rotation: Rotation | None,
         options: dict[str, Any],
     ) -> Tensor:
-        """The output of the attention, where a token counts as often as its size says."""
+        """The output of the attention, with tokens weighted by size."""
         layer, bias = self.self_attention(), self.mask(mask, tokens, y.dtype)
         size = tokens.size if self.slot.proportional else None
         drops = self.training and _dropout(layer) > 0
@@ -161,15 +152,14 @@ class MergingLayer(Swapped, MergingMixin):
             return layer(y, attention_mask=bias, **options)[0]
         projected = (project(y) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
         query, key, value = (part.unflatten(-1, (-1, layer.head_dim)) for part in projected)
-        if rotation is not None:
-            query, key = turn(query, rotation), turn(key, rotation)
-        out = attend_sized(query, key, value, size, _scale(layer), self.slot.counting)
+        power = self.slot.counting
+        out = attend_sized(query, key, value, size, _scale(layer), power, rotation)
         return (layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj)(out)
 
     def mask(self, given: Tensor | None, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of the attention: the log of the sizes, or a mask."""
+        """The bias on the scores: the log of the token sizes, or the given mask."""
         if tokens.merges:
-            given = None  # `MergingTower` has refused what users give; transformers adds ones.
+            given = None  # `MergingTower` refuses masks of users; this one is transformers' own
         if tokens.size is None or not self.slot.proportional:
             return given
         chosen = self.self_attention().config._attn_implementation  # noqa: SLF001
@@ -188,13 +178,16 @@ class MergingLayer(Swapped, MergingMixin):
     ) -> dict[str, Tensor]:
         layer = self.self_attention()
         heads = (-1, layer.head_dim)
-        query, key = query.unflatten(-1, heads), key.unflatten(-1, heads)
-        found = {"keys": key.mean(dim=2)} if "keys" in needs else {}
-        needs = needs - {"keys"}
-        if needs and rotation is not None:
-            query, key = turn(query, rotation), turn(key, rotation)
-        power, first = self.slot.counting, self.num_prefix > 0
-        return found | hints_of(query, key, _scale(layer), size, needs, power, class_token=first)
+        return hints_of(
+            query.unflatten(-1, heads),
+            key.unflatten(-1, heads),
+            _scale(layer),
+            size,
+            needs,
+            self.slot.counting,
+            class_token=self.num_prefix > 0,
+            rotation=rotation,
+        )
 
 
 def _scale(layer: Any) -> float:
@@ -213,7 +206,7 @@ def _unbiased(implementation: str) -> str:
 
 
 class MergingEmbeddings(Swapped):
-    """Embeddings that open the forward: here the shape of the image is known."""
+    """Embeddings that open the forward, since they know the patch grid."""
 
     opened: TokenState
     patch: tuple[int, int]
@@ -225,10 +218,10 @@ class MergingEmbeddings(Swapped):
 
 
 class SizedAttention(Swapped):
-    """The attention of a pooling head: a token counts as often as its size says."""
+    """The attention of a pooling head, with tokens weighted by size."""
 
     sized: Slot
-    """Of the last layer."""
+    """The slot of the last layer."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         tokens = self.sized.state.left_by(self.sized.index)
@@ -240,7 +233,7 @@ class SizedAttention(Swapped):
 
 
 class GivingTower(Swapped):
-    """A tower that was converted by itself gives its tokens to the user, who is told once."""
+    """A tower; if it was converted by itself, it warns once that its tokens are merged."""
 
     opened: TokenState
     num_layers: int
@@ -252,9 +245,9 @@ class GivingTower(Swapped):
 
 
 class MergingTower(GivingTower):
-    """The part that sees images: here it is known whether a user gave a mask.
+    """The tower itself, which can tell whether a user gave a mask.
 
-    Layers get one of ones from transformers, too, where it exports or records a CUDA graph.
+    Its layers cannot: in export and CUDA graphs transformers gives them a mask of ones.
     """
 
     def forward(self, pixel_values: Any = None, *args: Any, **options: Any) -> Any:
@@ -270,12 +263,12 @@ def merges(tower: nn.Module) -> bool:
 
 
 class MergingModel(Swapped):
-    """A converted network: what `save_pretrained` writes can be read by `ltm.load`."""
+    """A converted network: `ltm.load` can read what its `save_pretrained` writes."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """As in transformers; `config.json` says how the network merges."""
+        """As in transformers; `config.json` also says how the network merges."""
         config = cast("Any", self).config
-        options = {"save_original_format": False, **options}  # `ltm.load` knows no others
+        options = {"save_original_format": False, **options}  # the only format `ltm.load` reads
         if hasattr(self, ATTRIBUTE):
             config.token_merging = described(self)
         try:
@@ -285,10 +278,10 @@ class MergingModel(Swapped):
 
 
 class MeanPooled(MergingModel):
-    """A converted classifier that reads the mean of the patch tokens: here they weigh by size."""
+    """A converted classifier that reads the mean patch token, here weighted by size."""
 
     pooled: Slot
-    """Of the last layer."""
+    """The slot of the last layer."""
     num_prefix: int
     reads_class_token: bool
 
@@ -325,16 +318,16 @@ class TowerAdapter(Adapter):
     layer: ClassVar[type[MergingLayer]]
     """What its layers become."""
     heads: ClassVar[tuple[type[nn.Module], ...]] = ()
-    """Networks that hold a tower, and read its class token or its pooled output."""
+    """Networks that hold a tower and read its class token or its pooled output."""
     mean_pooled: ClassVar[tuple[type[nn.Module], ...]] = ()
-    """Those that read the mean of its patch tokens."""
+    """Networks that hold a tower and read its mean patch token."""
     reads_class_token: ClassVar[bool] = False
-    """Whether those read the class token too."""
+    """Whether those in `mean_pooled` also read the class token."""
     pools: ClassVar[type[MeanPooled]] = MeanPooled
-    """What those become."""
+    """What those in `mean_pooled` become."""
 
     def tower(self, model: nn.Module) -> Any:
-        """The part that sees images."""
+        """The tower itself, which may be inside another module."""
         return next(module for module in model.modules() if isinstance(module, self.hosts))
 
     def units(self, model: nn.Module) -> list[Any]:
@@ -352,7 +345,7 @@ class TowerAdapter(Adapter):
         return entries if known is None else {**entries, "pretrained_cfg": known}
 
     def give_scores_(self, model: nn.Module) -> None:
-        """A classifier gives scores alone; what has no classes stays as it is."""
+        """Make a classifier return scores; a network without classes stays as it is."""
         has_classes = hasattr(model, "classifier") or hasattr(model, "cls_classifier")
         if has_classes and not isinstance(model, Classifier):
             become_too_(model, Classifier)
@@ -380,8 +373,8 @@ class TowerAdapter(Adapter):
         patch = self.patch(tower)
         height, width = image_size[0] // patch[0], image_size[1] // patch[1]
         paths = {module: name for name, module in model.named_modules()}
-        width_ = tower.config.hidden_size
-        blocks = tuple(Block(paths[m], m, width_, stage=0) for m in self.units(model))
+        channels = tower.config.hidden_size
+        blocks = tuple(Block(paths[m], channels, stage=0) for m in self.units(model))
         run = Run(height * width, (height, width), tuple(range(len(blocks))))
         return Layout(blocks, num_prefix(tower), self.num_classes(model), (run,))
 
@@ -403,7 +396,7 @@ class TowerAdapter(Adapter):
         slots = make_slots(config, sites, state, [index == 0 for index in range(len(layers))])
         for layer, slot in zip(layers, slots, strict=True):
             slot.counting = config.counting()
-            slot.opens = False  # The embeddings open the forward.
+            slot.opens = False  # the embeddings open the forward
             kind = swapped(self.layer, type(layer))
             convert_block_(layer, config, slot, kind, *self.projections(layer))
             layer.num_prefix = num_prefix(tower)

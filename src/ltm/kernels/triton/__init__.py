@@ -1,6 +1,6 @@
-"""Triton kernels. Each is the plain torch path in one pass over the tokens.
+"""Triton kernels, each with the result of a torch definition in `core`.
 
-Imported only where they run: on a GPU, or in Triton's interpreter.
+They are imported only if they run: on a GPU, or in Triton's interpreter.
 """
 
 from ltm.kernels.triton.attention import (

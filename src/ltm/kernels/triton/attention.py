@@ -1,4 +1,4 @@
-"""Attention to tokens that count by their size, and what tokens receive of it.
+"""Proportional attention, in which a token counts by its size, and the attention tokens receive.
 
 Letters: b images, t tokens, h heads, d channels of a head.
 """
@@ -22,18 +22,18 @@ from ltm.kernels.triton.launch import (
     sizes_of,
 )
 
-LOG2_E = 1.4426950408889634
-MOST_AT_ONCE = 256
-"""Tokens of half precision whose keys and values a program can hold."""
-ROOM = 160 * 1024
-"""Bytes of shared memory that this takes: an A100 and what came after it have them."""
-MOST_CHANNELS = 64
+_LOG2_E = 1.4426950408889634
+_MOST_AT_ONCE = 256
+"""Most tokens whose keys and values fit into a program, in half precision."""
+_ROOM = 160 * 1024
+"""The shared memory that this takes, in bytes; an A100 and later GPUs have it."""
+_MOST_CHANNELS = 64
 """Wider heads go through all keys tile by tile."""
 
 
 @triton.jit
 def _bias_of(size, power):
-    """What sizes add to scores, in powers of two; a size of zero marks what is not there."""
+    """The bias of sizes on the scores, to base two; a token of size zero is masked out."""
     return power * tl.log2(tl.maximum(size.to(tl.float32), 1e-10))
 
 
@@ -43,9 +43,9 @@ def _score_kernel(
     key_image, key_token, key_head, key_offset, size_stride, scale, power,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """How much some tokens of an image are asked for in one head, in powers of two.
+    """The scores of some tokens of an image in one head, to base two.
 
-    Peak and sum are of these tokens alone: together with others they make a softmax.
+    Peak and sum of these tokens are combined later with those of others into a softmax.
     """
     image, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     some, width = part * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
@@ -73,7 +73,7 @@ def _score_kernel(
 def _share_kernel(
     scores, peaks, sums, importance, t, heads, parts, TOKENS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """The attention that some tokens of an image receive, a mean over heads."""
+    """The attention that some tokens of an image receive, averaged over heads."""
     image = tl.program_id(0)
     some, part = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PARTS)
     inside = some < t
@@ -91,7 +91,7 @@ def _share_kernel(
 
 @triton.jit
 def _bias_kernel(size, bias, number, power, TOKENS: tl.constexpr):
-    """What sizes add to scores, once for all heads and queries."""
+    """The bias of sizes on the scores, computed once for all heads and queries."""
     some = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = some < number
     found = tl.load(size + some, mask=inside, other=1.0)
@@ -102,7 +102,7 @@ def _bias_kernel(size, bias, number, power, TOKENS: tl.constexpr):
 def _keys_of(
     start, sizes, first, t, row, across, d, power, KEYS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Some keys and values of a head, and what the keys' sizes add to scores in powers of two."""
+    """Some keys and values of a head, and the bias of the keys' sizes, to base two."""
     keys, width = first + tl.arange(0, KEYS), tl.arange(0, WIDTH)
     there = keys < t
     place = start + keys[:, None] * row + width[None]
@@ -118,7 +118,7 @@ def _short_attention_kernel(
     qkv, size, out, t, heads, d, size_stride, scale, power, REPEATS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, MORE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attention of some blocks of queries of a head; all keys, in one tile or two, are at hand."""
+    """Attention of some blocks of queries of a head, with all keys held in one tile or two."""
     blocks = tl.cdiv(t, ROWS * REPEATS)
     which = tl.program_id(0) // blocks
     image, head = which // heads, which % heads
@@ -160,9 +160,9 @@ def _attention_kernel(
     SIZES: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attention of some queries of a head, to keys that count as often as their bias says.
+    """Attention of some queries of a head, with a bias on the keys.
 
-    In place of biases there may be SIZES.
+    With SIZES the argument `bias` holds sizes instead.
     """
     blocks = tl.cdiv(t, ROWS)
     which = tl.program_id(0) // blocks
@@ -212,7 +212,7 @@ def _turn_kernel(
     angle_image, angle_head, angle_token, position_image,
     PLACED: tl.constexpr, HALVES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a head, turned by the angles of their places; a prefix stays as it is."""
+    """Some tokens of a head, turned by the angles of their places; the prefix is not turned."""
     image, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     some = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     width = tl.arange(0, WIDTH)
@@ -241,7 +241,7 @@ def _turn_kernel(
 
 
 class Heads(NamedTuple):
-    """Queries, keys or values: where in memory those of an image, a token and a head begin."""
+    """Queries, keys or values, with their strides over images, tokens and heads."""
 
     tensor: Tensor
     image: int
@@ -255,7 +255,7 @@ class Heads(NamedTuple):
 
 
 def _heads(x: Tensor) -> Heads:
-    """Of a tensor `b t h d`."""
+    """The heads of a tensor `b t h d`."""
     x = x if x.stride(3) == 1 else x.contiguous()
     return Heads(x, x.stride(0), x.stride(1), x.stride(2))
 
@@ -301,7 +301,7 @@ def _received(
     power: float,
 ) -> Tensor:  # fmt: skip
     b = key.tensor.shape[0]
-    some = min(fitting(t), MOST_AT_ONCE if b >= FEW_IMAGES else 64)
+    some = min(fitting(t), _MOST_AT_ONCE if b >= FEW_IMAGES else 64)
     parts = parts_of(t, some)
     scores = torch.empty(b, h, t, device=key.tensor.device, dtype=torch.float32)
     peaks, sums = scores.new_empty(b, h, parts), scores.new_empty(b, h, parts)
@@ -309,7 +309,7 @@ def _received(
     size_, stride = sizes_of(size, scores)
     _score_kernel[b, h, parts](
         query.tensor, key.tensor, size_, scores, peaks, sums, t, d, query.image, query.head,
-        *key.strides, key.offset, stride, scale * LOG2_E, power,
+        *key.strides, key.offset, stride, scale * _LOG2_E, power,
         HAS_SIZE=size is not None, TOKENS=some, WIDTH=fitting(d), num_warps=4,
     )  # fmt: skip
     _share_kernel[b, parts_of(t, 128)](
@@ -324,15 +324,15 @@ def attention(
     """Proportional attention, from the output of a `qkv` projection to the input of `proj`."""
     b, t, width = qkv.shape
     qkv, d = qkv.contiguous(), width // (3 * num_heads)
-    short = qkv.element_size() == 2 and t <= MOST_AT_ONCE and d <= MOST_CHANNELS
-    if not (short and has_room(qkv.device, ROOM)):
+    short = qkv.element_size() == 2 and t <= _MOST_AT_ONCE and d <= _MOST_CHANNELS
+    if not (short and has_room(qkv.device, _ROOM)):
         return _attend(*_parts(qkv, num_heads), size, t, num_heads, d, scale, power)
     out = qkv.new_empty(b, t, num_heads * d)
     size_, stride = sizes_of(size, size)
     keys, more = _tiles(t)
     repeats = 1 if b < FEW_IMAGES else parts_of(t, 64)
     _short_attention_kernel[(parts_of(t, 64 * repeats) * b * num_heads,)](
-        qkv, size_, out, t, num_heads, d, stride, scale * LOG2_E, power,
+        qkv, size_, out, t, num_heads, d, stride, scale * _LOG2_E, power,
         REPEATS=repeats, ROWS=64, KEYS=keys, MORE=more, WIDTH=fitting(d, 16),
         num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -380,7 +380,7 @@ def _attend(
     b, x = query.tensor.shape[0], query.tensor
     out = x.new_empty(b, t, h * d)
     bias, stride = sizes_of(size, size)
-    few = b < FEW_IMAGES  # one launch less is worth more than a logarithm for every block
+    few = b < FEW_IMAGES  # saving a launch is worth a logarithm in each block
     if not few:
         bias = torch.empty(bias.shape, device=x.device, dtype=torch.float32)
         number = bias.numel()
@@ -391,24 +391,24 @@ def _attend(
     _attention_kernel[(parts_of(t, rows) * b * h,)](
         query.tensor, key.tensor, value.tensor, bias, out, t, h, d,
         *query.strides, *key.strides, *value.strides, key.offset, value.offset, stride,
-        scale * LOG2_E, power, SIZES=few, EVEN=d == fitting(d, 16), ROWS=rows, COLUMNS=columns,
+        scale * _LOG2_E, power, SIZES=few, EVEN=d == fitting(d, 16), ROWS=rows, COLUMNS=columns,
         WIDTH=fitting(d, 16), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
 
 def _blocks(x: Tensor, width: int) -> tuple[int, int, int, int]:
-    """Queries and keys of a program, its warps, and how many tiles ahead it loads."""
-    wide = width > MOST_CHANNELS
+    """Queries and keys per program, warps, and pipeline stages."""
+    wide = width > _MOST_CHANNELS
     if x.element_size() == 4:
         return (32, 32, 4, 1) if wide else (64, 32, 4, 2)
-    if not has_room(x.device, ROOM):
+    if not has_room(x.device, _ROOM):
         return (64, 32, 4, 2)
     return (64, 64, 4, 3) if wide else (64, 128, 4, 3)
 
 
 def _tiles(t: int) -> tuple[int, int]:
-    """One power of two for all keys, or two of them where that wastes less."""
+    """One power of two that holds all keys, or two if that wastes less."""
     whole = fitting(t, 16)
     if whole <= 128 or t > 192:
         return whole, 0

@@ -1,10 +1,10 @@
 """The gradient of the bound with respect to the mean patch: three products with the classes.
 
-`bound_gradient` in few launches: what lies between the products is one kernel each time, and for
-few images part of the products themselves.
+`bound_gradient` in few launches: the steps between products are one kernel each, and for few images
+they are part of the products.
 
 Letters: b images, c channels, y classes; u the mean patch over its length, phi the membership of
-an image in the classes, psi what each class costs it.
+an image in the classes, psi the cost of each class for it.
 """
 
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
@@ -21,20 +21,20 @@ from torch import Tensor
 from ltm.kernels.dispatch import full_precision
 from ltm.kernels.triton.launch import fitting, parts_of
 
-MOST_IMAGES, MOST_CLASSES = 8, 1024
-"""Up to these each image reads the classes itself, in float32; beyond, products read them once for
-all images, in the precision of the classes."""
+_MOST_IMAGES, _MOST_CLASSES = 8, 1024
+"""Up to these numbers each image reads the classes by itself, in float32; beyond them products read
+them once for all images, in the precision of the classes."""
 
 
 class Classes(NamedTuple):
-    """What is known of the classes."""
+    """The statistics of the classes."""
 
     centroids: Tensor
     """`y c`."""
     offsets: Tensor
-    """What the membership needs of the classes alone, `y`."""
+    """The part of the class logits that depends on the classes only, `y`."""
     costs: Tensor
-    """What a class costs an image of another, `y y`."""
+    """The cost of a class for an image of another, `y y`."""
     beta: float
 
 
@@ -43,7 +43,7 @@ def _logits_kernel(
     pooled, centroids, offsets, logits, b, y, c, sharpness, zero,
     IMAGES: tl.constexpr, CLASSES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """How near some images are to some classes: `offsets + sharpness u c`."""
+    """The logits of some images for some classes: `offsets + sharpness u c`."""
     images = tl.program_id(0) * IMAGES + tl.arange(0, IMAGES)
     classes = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
     here, known = images < b, classes < y
@@ -77,7 +77,7 @@ def _membership(logits, image, y, CLASSES: tl.constexpr):
 
 @triton.jit
 def _pull(share, psi, image, y, sharpness, CLASSES: tl.constexpr):
-    """How much each class pulls on an image: `sharpness phi (psi - sum(phi psi))`."""
+    """The weight of each class in an image's gradient, `sharpness phi (psi - sum(phi psi))`."""
     classes = tl.arange(0, CLASSES)
     cost = tl.load(psi + image * y + classes, mask=classes < y, other=0.0).to(tl.float32)
     return sharpness * share * (cost - tl.sum(share * cost, axis=0))
@@ -93,7 +93,7 @@ def _share_kernel(logits, phi, y, CLASSES: tl.constexpr):
 
 @triton.jit
 def _weight_kernel(logits, psi, weight, y, sharpness, CLASSES: tl.constexpr):
-    """How much each class pulls on an image, in the precision of the products."""
+    """The weight of each class in the gradient of an image, in the precision of the products."""
     image, classes = tl.program_id(0), tl.arange(0, CLASSES)
     pull = _pull(_membership(logits, image, y, CLASSES), psi, image, y, sharpness, CLASSES)
     tl.store(weight + image * y + classes, pull.to(weight.dtype.element_ty), mask=classes < y)
@@ -104,7 +104,7 @@ def _near_kernel(
     pooled, centroids, offsets, logits, y, c, sharpness, zero,
     CLASSES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`_logits_kernel` of one image: rows of the centroids are read at once."""
+    """`_logits_kernel` for one image, which reads full rows of the centroids."""
     image = tl.program_id(0)
     classes = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
     channels = tl.arange(0, WIDTH)
@@ -125,7 +125,7 @@ def _sum_kernel(
     logits, psi, matrix, sums, y, m, sharpness,
     PULLS: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a matrix, summed over classes by one image's membership or by their pull."""
+    """Some columns of a matrix, summed over classes by membership or by gradient weight."""
     image, classes = tl.program_id(0), tl.arange(0, CLASSES)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = classes < y
@@ -141,7 +141,7 @@ def _sum_kernel(
 
 
 def _one_by_one(pooled: Tensor, classes: Classes, zero: float) -> Tensor:
-    """`unit_gradient` image by image: rows and columns of the classes are spread over the GPU."""
+    """`unit_gradient` image by image, with rows and columns of the classes spread over the GPU."""
     centroids, offsets, costs, beta = classes
     (b, c), y = pooled.shape, centroids.shape[0]
     logits, psi, slope = pooled.new_empty(b, y), pooled.new_empty(b, y), torch.empty_like(pooled)
@@ -164,7 +164,7 @@ def unit_gradient(pooled: Tensor, classes: Classes, zero: float) -> Tensor:
     centroids, offsets, costs, beta = classes
     centroids, costs = centroids.contiguous(), costs.contiguous()
     (b, c), y = pooled.shape, centroids.shape[0]
-    if b <= MOST_IMAGES and y <= MOST_CLASSES:
+    if b <= _MOST_IMAGES and y <= _MOST_CLASSES:
         return _one_by_one(pooled, Classes(centroids, offsets, costs, beta), zero)
     logits = pooled.new_empty(b, y)
     phi = centroids.new_empty(b, y)

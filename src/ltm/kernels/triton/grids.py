@@ -1,4 +1,4 @@
-"""Merges of whole grids: weighted means over the rows and columns that a support names.
+"""Merges of grids: weighted means over the rows and columns of a support.
 
 Letters: b images, h x w tokens before, h2 x w2 after, c channels.
 """
@@ -22,7 +22,7 @@ def _grid_kernel(
     HAS_WEIGHT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one row of merged tokens: of the rows before, only those of its support."""
+    """Some channels of one row of merged tokens, from the rows in its support only."""
     image, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     across, places = tl.arange(0, WIDTH), tl.arange(0, PLACES)
@@ -61,9 +61,9 @@ def _grid_kernel(
 
 
 def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
-    """Means by weight over the support `rows (x) columns`; without weights, its product as it is.
+    """Weighted means over the support `rows (x) columns`; without weights, the plain product.
 
-    Tokens are in raster order. Those of a map, channels first, come out as those of one.
+    Tokens are in raster order. The memory layout of a map, channels first, is kept.
     """
     (h, h2), (w, w2) = rows.shape, columns.shape
     b, _, c = tokens.shape

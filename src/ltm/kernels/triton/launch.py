@@ -1,4 +1,4 @@
-"""What the launches of all kernels share."""
+"""What all kernel launches share."""
 
 # pyright: basic
 
@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 FEW_IMAGES = 16
-"""Batches below this leave most of a GPU idle: smaller programs finish earlier."""
+"""Smaller batches leave most of a GPU idle, and finish earlier with smaller programs."""
 ROOM = 96 * 1024
-"""Bytes of shared memory that the largest tiles take; GPUs with less have too few registers too."""
+"""Shared memory in bytes for the largest tiles; GPUs with less also have too few registers."""
 
 
 def parts_of(number: int, size: int) -> int:
-    """How many parts of a size it takes; Triton's own `cdiv` is slow outside of kernels."""
+    """Divide and round up; Triton's `cdiv` is slow outside of kernels."""
     return -(-number // size)
 
 
 def fitting(number: int, least: int = 1) -> int:
-    """The power of two that holds a number; Triton's own is slow outside of kernels."""
+    """The next power of two; Triton's own function is slow outside of kernels."""
     return max(least, 1 << (max(number, 1) - 1).bit_length())
 
 
 def warps_for(number: int) -> int:
-    """Warps of a program that holds this many numbers at once, at most 32 a thread."""
+    """Warps for a program that holds this many numbers, at most 32 per thread."""
     return min(max(fitting(number) // 512, 4), 16)
 
 
 def sizes_of(size: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:
-    """Sizes, and the step from one image to the next: none where all share them."""
+    """Sizes and their stride between images, which is 0 if all images share them."""
     if size is None:
         return nothing, 0
     size = size.contiguous()
@@ -42,10 +42,10 @@ def sizes_of(size: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:
 
 @contextmanager
 def branch(x: Tensor) -> Generator[Callable[[], None]]:
-    """In a CUDA graph for few images, what is inside runs beside what follows, until joined.
+    """In a CUDA graph for few images, run what is inside in parallel, until the yielded join.
 
-    Elsewhere it runs as it stands: many images fill a GPU, and without a graph another stream would
-    cost the processor more than it saves.
+    Otherwise it runs in order: many images fill a GPU, and without a graph a second stream costs
+    more CPU time than it saves.
     """
     few = x.is_cuda and x.shape[0] < FEW_IMAGES
     if not (few and torch.cuda.is_current_stream_capturing()):
@@ -54,7 +54,7 @@ def branch(x: Tensor) -> Generator[Callable[[], None]]:
     here, there = torch.cuda.current_stream(x.device), _second_stream(x.device.index)
     there.wait_stream(here)
     with torch.cuda.stream(there):
-        # Memory of this stream is safe after the join: its next work waits for the first stream.
+        # Its memory is safe after the join, because its next work waits for the first stream.
         yield lambda: here.wait_stream(there)
 
 

@@ -1,4 +1,4 @@
-"""Who leaves an image and where to, and what every token weighs in the merge.
+"""Which tokens leave and which they join, and the weight of each token in the merge.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, p tokens that stay (prefix
 included), r tokens that leave.
@@ -20,10 +20,10 @@ from ltm.kernels.triton.pairs import compare, distances
 from ltm.kernels.triton.tiles import Places, Rule, place_by_tiles
 from ltm.kernels.triton.weighing import Step, descent, step_of, weight_of
 
-MOST_AT_ONCE = 256
-"""Tokens of which a program can hold the distances to some: longer sequences go tile by tile."""
-MOST_OF_ONE = 640
-"""The same where there is one image: fewer launches count for more than what they do."""
+_MOST_AT_ONCE = 256
+"""Up to this many tokens all pairs are kept; longer sequences go tile by tile."""
+_MOST_OF_ONE = 640
+"""The same for one image, where fewer launches matter more."""
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _assign_kernel(
     STEPS: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Who leaves an image, in what order, and the place and weight of some of its tokens."""
+    """Which tokens of an image leave, their order, and the places and weights of some tokens."""
     image, n = tl.program_id(0), t - k
     everyone = tl.arange(0, TOKENS)
     inside = everyone < n
@@ -91,7 +91,7 @@ def _place_at_once(
     step: Callable[[], Step] | None,
     rule: Rule,
 ) -> tuple[Places, Tensor]:
-    """`place_by_tiles` of a short sequence, whose pairs are kept."""
+    """`place_by_tiles` for a short sequence, with all pairs kept."""
     b, t, k = *tokens.shape[:2], rule.num_prefix
     n = t - k
     pairs = compare(tokens, size, attention, k, rule.protection)
@@ -123,11 +123,11 @@ def _place(
     step: Callable[[], Step] | None,
     rule: Rule,
 ) -> tuple[Places, Tensor]:
-    """Every token's place after the merge; its logits, which are there after a step only."""
+    """The place of each token after the merge, and the logits, which only a step fills."""
     rule = rule._replace(
         alternate=rule.alternate and rule.num_leaving <= (tokens.shape[1] - rule.num_prefix) // 2
     )
-    most = MOST_OF_ONE if tokens.shape[0] == 1 else MOST_AT_ONCE
+    most = _MOST_OF_ONE if tokens.shape[0] == 1 else _MOST_AT_ONCE
     short = tokens.shape[1] <= most and not rule.alternate
     place = _place_at_once if short else place_by_tiles
     attention = None if attention is None else attention.float()
@@ -147,7 +147,7 @@ def assign(
     prune: bool,
     alternate: bool = False,
 ) -> Places:
-    """`match_least_harm`: every token's place after the merge, who stays, who leaves; weights."""
+    """`match_least_harm` with weights: the place of each token, which stay and which leave."""
     rule = Rule(num_leaving, num_prefix, protection, power, least, prune, alternate)
     return _place(tokens, size, attention, weight, None, rule)[0]
 
@@ -171,9 +171,9 @@ def inform_and_assign(
     prune: bool,
     alternate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`assign` with the weights that `inform` would give, and its logits.
+    """`assign` with the weights and logits of `inform`.
 
-    Pairs are compared beside the gradient; the step is taken where tokens are placed.
+    Comparing pairs runs in parallel to the gradient; placing tokens takes the step.
     """
     tokens = tokens.contiguous()
     with branch(tokens) as join:

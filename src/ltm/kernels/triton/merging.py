@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
-MOST_AT_ONCE = 512
-"""Of those that leave, how many a program looks at together."""
+_MOST_AT_ONCE = 512
+"""How many leaving tokens a program reads at once."""
 
 
 @triton.jit
 def _found(values, token, there, otherwise, KNOWN: tl.constexpr):
-    """A number of a token, where there are any."""
+    """A value of a token, or a default if there are no values."""
     found = otherwise
     if KNOWN:
         found = tl.load(values + token, mask=there, other=otherwise).to(tl.float32)
@@ -35,7 +35,7 @@ def _merge_kernel(
     KEEP_NORM: tl.constexpr, HAS_SIZE: tl.constexpr, HAS_VALUES: tl.constexpr,
     LEAVING: tl.constexpr, CHANNELS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One merged token, its size and value: of those that leave, only who comes here is read."""
+    """One merged token with its size and value; of the leaving tokens only its members are read."""
     image, place = tl.program_id(0) // p, tl.program_id(0) % p
     weight += image * weight_stride
     size += image * size_stride
@@ -97,7 +97,7 @@ def _gather_kernel(
     who, share, tokens, merged, t, p, c,
     MEMBERS: tl.constexpr, PLACES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of some merged tokens, each the sum of a few tokens by constant shares."""
+    """Some channels of some merged tokens, each a sum of a few tokens with constant shares."""
     image = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     channels = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -127,7 +127,7 @@ def merge_groups(
     goes: Tensor,
     keep_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted means, of the largest norm of their group if asked for; their sizes and values."""
+    """Merged tokens, with the largest norm of their group if asked for, their sizes and values."""
     b, t, c = tokens.shape
     num_places = stays.shape[1]
     tokens = tokens.contiguous()
@@ -139,12 +139,12 @@ def merge_groups(
     k = 0 if values is None else t - values.shape[1]
     means = merged_size.new_empty(0 if values is None else (b, num_places - k))
     num_leaving = leaves.shape[1]
-    few = b < FEW_IMAGES  # nothing else runs while a program waits for one token after another
+    few = b < FEW_IMAGES  # there is little other work while a program waits for memory
     _merge_kernel[(b * num_places,)](
         tokens, weight_, size_, values_, stays, leaves, goes, merged, merged_size, means,
         t, num_places, num_leaving, c, k, weight_stride, stride, value_stride,
         KEEP_NORM=keep_norm, HAS_SIZE=size is not None, HAS_VALUES=values is not None,
-        LEAVING=min(fitting(num_leaving), MOST_AT_ONCE), CHANNELS=fitting(c),
+        LEAVING=min(fitting(num_leaving), _MOST_AT_ONCE), CHANNELS=fitting(c),
         TOGETHER=4 if few else 1, num_warps=max(4 if few else 1, fitting(c) // 1024),
     )  # fmt: skip
     return merged, merged_size, means

@@ -1,7 +1,7 @@
-"""All pairs of patches: how far they are apart, the least harm of merging each, and who goes first.
+"""All pairs of patches: their distances, the least harm of merging each patch, and the ranking.
 
-Products and distances are in float32, so that no token is centred first; distances lose digits only
-where tokens have far more in common than what tells them apart.
+Products and distances are in float32, so tokens need not be centred first; distances lose digits
+only if tokens differ by much less than their common part.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, c channels.
 """
@@ -35,8 +35,8 @@ def _product_kernel(
     for channel in range(0, c, CHANNELS):
         channels = channel + tl.arange(0, CHANNELS)
         known = channels < c
-        # These tiles go into the product and nowhere else: on Hopper Triton (3.6, 3.9) lets a
-        # product go on while the next tile is loaded, and other readers would not be waited for.
+        # Nothing but the product may read these tiles: on Hopper, Triton (3.6, 3.9) continues a
+        # product while the next tile is loaded, and does not wait for other readers.
         own = tl.load(
             start + rows[:, None] * c + channels[None],
             mask=inside[:, None] & known[None], other=0.0,
@@ -57,10 +57,10 @@ def _product_kernel(
 
 @triton.jit
 def distances(products, everyone, inside, rows, here, n):
-    """Squared distances of all patches (down) from some (across); the diagonal has their squares.
+    """Squared distances of all patches (down) from some (across); squares are on the diagonal.
 
-    What is not finite is far from everything, but not as far as what is closed.
-    What is compared stands below each other, so that threads compare their own numbers.
+    NaN and infinity become the largest distance, still less than that of excluded patches. Patches
+    to compare are in one column, so that each thread compares its own numbers.
     """
     theirs = tl.load(products + everyone * (n + 1), mask=inside, other=0.0)
     own = tl.load(products + rows * (n + 1), mask=here, other=0.0)
@@ -97,17 +97,17 @@ def _harm_kernel(
         total = tl.maximum(weight[:, None] + own_weight[None], 1e-6)
         apart = apart * (2 * weight[:, None] * own_weight[None] / total)
         open_ = open_ & (weight > 0)[:, None]
-    # Within the choice: infinity times a strength of zero would be no number at all.
+    # Multiplied before the choice: infinity times a strength of zero would be NaN.
     least = tl.min(tl.where(open_, apart * strength[None], float("inf")), axis=0)
     if HAS_SIZE:
-        least = tl.where(own_weight <= 0, 0.0, least)  # what is not there leaves first
-    least = tl.where(least == least, least, float("inf"))  # noqa: PLR0124 - what is no number
+        least = tl.where(own_weight <= 0, 0.0, least)  # padding leaves first
+    least = tl.where(least == least, least, float("inf"))  # noqa: PLR0124 - NaN
     tl.store(harm + image * n + rows, least, mask=here)
 
 
 @triton.jit
 def _rank_kernel(harm, rank, n, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """When some tokens of an image would leave: after how many others."""
+    """The rank of some patches of an image: how many others would leave before."""
     image = tl.program_id(0)
     everyone, rows = tl.arange(0, TOKENS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside, here = everyone < n, rows < n
@@ -119,12 +119,12 @@ def _rank_kernel(harm, rank, n, TOKENS: tl.constexpr, ROWS: tl.constexpr):
 
 
 class Pairs(NamedTuple):
-    """What is known of all pairs of patches."""
+    """All pairs of patches, and the ranking that follows."""
 
     products: Tensor
     """`b n n`; distances follow from them."""
     rank: Tensor
-    """When each patch would leave, `b n`: those first that do the least harm."""
+    """The rank of each patch by the harm of its merge, least first, `b n`."""
 
 
 def compare(
@@ -134,7 +134,7 @@ def compare(
     num_prefix: int,
     protection: float,
 ) -> Pairs:
-    """How far patches are apart, the least harm of merging each, and when each would leave."""
+    """Compare all pairs of patches, and rank patches by the least harm of their merge."""
     b, n = tokens.shape[0], tokens.shape[1] - num_prefix
     products = _multiply(tokens.contiguous(), num_prefix)
     harm = products.new_empty(b, n)

@@ -1,12 +1,12 @@
 """Matching of long sequences: pairs of patches are compared tile by tile, and none is stored.
 
-The first pass goes over all pairs and keeps, of each patch, the least harm that its merge would do.
-Those of least harm leave. The second pass compares those that leave with those that stay, and keeps
-the nearest of each. Where even patches may leave to odd ones only, one pass finds both.
+The first pass goes over all pairs and keeps the least harm of merging each patch. The patches of
+least harm leave. The second pass compares those that leave with those that stay, and keeps the
+nearest of each. If even patches may only join odd ones, one pass finds both.
 
-What tiles find is put together by atomic minima of integers, so every run gives the same result:
-numbers that are not negative have the order of their bits, and a pair's distance stands before its
-partner's place, so that of two alike the first is taken.
+Tiles are combined by atomic minima of integers, so every run gives the same result: floats that are
+not negative have the order of their bits, and the bits of a pair's distance come before the place
+of the partner, so that the first of equal partners is taken.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, p tokens that stay (prefix
 included), r tokens that leave, c channels.
@@ -34,12 +34,12 @@ from ltm.kernels.triton.launch import (
 )
 from ltm.kernels.triton.weighing import Step, step_of, weight_of
 
-MANY_TILES = 512
-"""Large tiles, of 128 patches on both sides, are faster where there are enough of them."""
+_MANY_TILES = 512
+"""With enough of them, tiles of 128 x 128 patches are faster."""
 NOBODY = tl.constexpr(0x7FFFFFFF)
-"""More than the bits of any number: who has this never leaves."""
+"""Larger than the bits of any float: a patch with this value never leaves."""
 FARTHEST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-"""A partner that any other replaces."""
+"""Larger than any pair of distance and place."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _square_kernel(
     tokens, squares, least, t, k, c,
     ALTERNATE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The squared lengths of some patches of an image; nothing is known of their partners yet."""
+    """The squared lengths of some patches of an image; also resets their least harm or partner."""
     image, n = tl.program_id(0), t - k
     rows = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     here = rows < n
@@ -71,13 +71,13 @@ def _square_kernel(
 def _products(
     own, theirs, inside, there, c, FULL: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Products of tokens (down) with others (across), from where their channels begin."""
+    """Products of tokens (down) with others (across), given the addresses of their channels."""
     found = tl.zeros((own.shape[0], theirs.shape[0]), tl.float32)
     for first in range(0, c, CHANNELS):
         channels = first + tl.arange(0, CHANNELS)
         known = (channels < c) | FULL
-        # These tiles go into the product and nowhere else: on Hopper Triton (3.6, 3.9) lets a
-        # product go on while the next tile is loaded, and other readers would not be waited for.
+        # Nothing but the product may read these tiles: on Hopper, Triton (3.6, 3.9) continues a
+        # product while the next tile is loaded, and does not wait for other readers.
         x = tl.load(own[:, None] + channels[None], mask=inside[:, None] & known[None], other=0.0)
         y = tl.load(theirs[:, None] + channels[None], mask=there[:, None] & known[None], other=0.0)
         if x.dtype == tl.float32:  # a sum a tile: one long sum would round more
@@ -91,7 +91,7 @@ def _products(
 def _apart(own, theirs, both):
     """Squared distances from squared lengths and products.
 
-    What is not finite is far from everything, but not as far as what is closed.
+    NaN and infinity become the largest distance, still less than that of excluded patches.
     """
     found = own[:, None] + theirs[None] - 2 * both
     return tl.where(found < 3e38, tl.maximum(found, 0.0), 3e38)
@@ -99,7 +99,7 @@ def _apart(own, theirs, both):
 
 @triton.jit
 def _ward(own, theirs):
-    """`m_i m_j / (m_i + m_j)`, twice: 1 where all sizes are one."""
+    """`2 m_i m_j / (m_i + m_j)`, which is 1 if all sizes are one."""
     return 2 * own[:, None] * theirs[None] / tl.maximum(own[:, None] + theirs[None], 1e-6)
 
 
@@ -109,10 +109,10 @@ def _harm_kernel(
     HAS_SIZE: tl.constexpr, HAS_ATTENTION: tl.constexpr, FULL: tl.constexpr,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The least harm of merging each of a block of patches into one of another, and the reverse.
+    """The least harm of merging patches of one block into those of another, and the reverse.
 
-    Of two patches the one that receives less attention may leave to the other, never both: so each
-    pair of blocks is compared once.
+    Of two patches only the one that receives less attention may join the other, so each pair of
+    blocks is compared once.
     """
     tile, image, n = tl.program_id(0), tl.program_id(1), t - k
     # Tiles are those of a triangle, row by row: the second block is never before the first.
@@ -157,7 +157,7 @@ def _nearest_kernel(
     ALTERNATE: tl.constexpr, HAS_SIZE: tl.constexpr, FULL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The nearest of some patches, among some others: those that stay, or the odd ones."""
+    """The nearest of some other patches for each: of those that stay, or of the odd ones."""
     image, n = tl.program_id(2), t - k
     turns = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -189,9 +189,9 @@ def _nearest_kernel(
 
 @triton.jit
 def _last(key, num_leaving):
-    """The key of the last that leaves, two bits at a time: fewer than all that leave have less.
+    """The key of the last patch that leaves, found two bits at a time by counting smaller keys.
 
-    Three counts are added up as one number.
+    Three counts are packed into one integer.
     """
     last = tl.where(tl.sum((key < (1 << 30)).to(tl.int32), axis=0) < num_leaving, 1 << 30, 0)
     for step in range(15):
@@ -216,7 +216,7 @@ def _choose_kernel(
     HAS_ATTENTION: tl.constexpr, ATTENDED: tl.constexpr, PRUNE: tl.constexpr,
     STEPS: tl.constexpr, HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Who leaves an image and who stays, in their order, and what every token weighs."""
+    """Which tokens of an image leave and stay, in order, and the weight of each token."""
     image, n = tl.program_id(0), t - k
     tokens = tl.arange(0, TOKENS)
     inside, patches = tokens < t, tokens - k
@@ -271,7 +271,7 @@ def _settle_kernel(
     nearest, leaves, assignment, goes, t, k, num_leaving, ALTERNATE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The place of some patches that leave: that of their nearest."""
+    """The place of some patches that leave, which is that of their nearest."""
     image = tl.program_id(0)
     turns = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     here = turns < num_leaving
@@ -289,22 +289,22 @@ def _settle_kernel(
 
 
 class Places(NamedTuple):
-    """What a matching says of every token of every image."""
+    """The result of a matching."""
 
     assignment: Tensor
-    """Its place after the merge, `b t`."""
+    """The place of each token after the merge, `b t`."""
     stays: Tensor
-    """Who stays, in their order, `b p`."""
+    """The tokens that stay, in order, `b p`."""
     leaves: Tensor
-    """Who leaves, `b r`."""
+    """The tokens that leave, `b r`."""
     goes: Tensor
-    """The places of those that leave, `b r`."""
+    """The places they go to, `b r`."""
     weighed: Tensor
-    """What each weighs in the merge, `b t`."""
+    """The weight of each token in the merge, `b t`."""
 
     @classmethod
     def empty(cls, b: int, t: int, num_leaving: int, device: torch.device) -> Places:
-        """Not known yet."""
+        """Uninitialised tensors, to be filled."""
         leaves = torch.empty(b, num_leaving, device=device, dtype=torch.int32)
         return cls(
             assignment=torch.empty(b, t, device=device, dtype=torch.int64),
@@ -316,7 +316,7 @@ class Places(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How many tokens leave, and by what rule; as in `core.matching`."""
+    """How many tokens leave, and by which rule, as in `core.matching`."""
 
     num_leaving: int
     num_prefix: int
@@ -335,7 +335,7 @@ def place_by_tiles(
     step: Callable[[], Step] | None,
     rule: Rule,
 ) -> tuple[Places, Tensor]:
-    """Every token's place after the merge, and its logits, which are there after a step only."""
+    """The place of each token after the merge, and the logits, which only a step fills."""
     (b, t, c), k, r = tokens.shape, rule.num_prefix, rule.num_leaving
     n, alternate, device = t - k, rule.alternate, tokens.device
     places = Places.empty(b, t, r, device)
@@ -383,7 +383,7 @@ def _choose(
     least: Tensor, nearest: Tensor, places: Places, size: Tensor | None, attention: Tensor | None,
     weight: Tensor | None, step: Step | None, rule: Rule,
 ) -> Tensor:  # fmt: skip
-    """Fill in all that does not depend on the nearest; returns the logits."""
+    """Fill in everything but the places of leaving tokens; returns the logits."""
     b, t = places.weighed.shape
     nothing = places.weighed
     logits = nothing if step is None else nothing.new_empty(b, t - rule.num_prefix)
@@ -407,11 +407,11 @@ def _choose(
 
 
 def _tiling(tokens: Tensor, num_patches: int) -> tuple[int, dict[str, Any]]:
-    """Patches on both sides of a tile of pairs, and how a program goes through their channels."""
+    """The side of a tile of pairs in patches, and options for the loop over channels."""
     half = tokens.element_size() == 2
     room = half and has_room(tokens.device, ROOM)
     channels = 64 if half else 32
-    large = tokens.shape[0] * parts_of(num_patches, 128) ** 2 >= 2 * MANY_TILES
+    large = tokens.shape[0] * parts_of(num_patches, 128) ** 2 >= 2 * _MANY_TILES
     return 128 if room and large else 64, {
         "CHANNELS": channels,
         "FULL": tokens.shape[2] % channels == 0,

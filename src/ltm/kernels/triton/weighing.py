@@ -1,4 +1,4 @@
-"""What tokens weigh by the informative step.
+"""The weights of tokens by the informative step.
 
 Letters: b images, t tokens with their k prefix tokens, n patch tokens, c channels, y classes.
 """
@@ -18,19 +18,19 @@ from ltm.kernels.dispatch import ZERO_LENGTH
 from ltm.kernels.triton.gradient import Classes, unit_gradient
 from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of, warps_for
 
-LARGE_MAP = 1024
-"""More tokens than this of each of many images are added up by several warps."""
+_LARGE_MAP = 1024
+"""For many images with more tokens than this, several warps add up tokens."""
 
 
 class Step(NamedTuple):
     """One step down the gradient of the bound, before it is taken."""
 
     fall: Tensor
-    """How far the bound falls as each patch gains weight, `b n`."""
+    """Minus the gradient of the bound with respect to each patch's weight, `b n`."""
     carry: Tensor | None
-    """Where patches stand before it, `_ n`."""
+    """The logits before the step, `_ n`."""
     gain: Tensor | None
-    """How long a step is that is measured by its own spread."""
+    """The scale of the standardised step; None uses the raw gradient."""
     eta: float
 
 
@@ -39,7 +39,7 @@ def _pool_kernel(
     tokens, size, pooled, t, k, c, size_stride,
     HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of the mean patch of an image, by size."""
+    """Some channels of the mean patch of an image, weighted by size."""
     image = tl.program_id(0)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channels < c
@@ -65,7 +65,7 @@ def _pool_kernel(
 def _descend_kernel(
     tokens, pooled, slope, fall, t, k, c, zero, TOKENS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """How far the bound falls as some patches of an image gain weight: their part in its slope."""
+    """Minus the gradient of the bound with respect to the weights of some patches."""
     image, n = tl.program_id(0), t - k
     patches, channels = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     there, known = patches < n, channels < c
@@ -77,7 +77,7 @@ def _descend_kernel(
     down = tl.load(slope + image * c + channels, mask=known, other=0.0).to(tl.float32)
     square, along = tl.sum(mean * mean, axis=0), tl.sum(mean * down, axis=0)
     length = tl.sqrt(square)
-    # Only what turns the mean patch counts: its length does not.
+    # Only the direction of the mean patch matters, so the part along it is removed.
     down -= tl.where(length > zero, along / tl.maximum(square, zero * zero), 0.0) * mean
     scale = tl.where(length > zero, 1 / tl.maximum(length, zero), 0.0)
     found = -scale * tl.sum(x.to(tl.float32) * down[None], axis=1)
@@ -89,7 +89,7 @@ def step_of(
     fall, carry, gain, patches, there, everyone, n, eta,
     HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
 ):  # fmt: skip
-    """The logits of some patches of an image after the step; everyone says how steep it is."""
+    """The logits of some patches of an image after the step; `everyone` gives mean and spread."""
     found = tl.load(fall + patches, mask=there, other=0.0)
     if HAS_GAIN:
         inside = (everyone >= 0) & (everyone < n)
@@ -109,7 +109,7 @@ def weight_of(
     weight, size, attention, tokens, there, patch, t, power, least,
     HAS_WEIGHT: tl.constexpr, HAS_SIZE: tl.constexpr, ATTENDED: tl.constexpr,
 ):  # fmt: skip
-    """What tokens of an image weigh; patches by the attention that they receive too."""
+    """The weights of tokens of an image; those of patches include the attention they receive."""
     counted = tl.full(tokens.shape, 1.0, tl.float32)
     if HAS_SIZE:
         counted = tl.load(size + tokens, mask=there, other=1.0).to(tl.float32)
@@ -118,7 +118,7 @@ def weight_of(
         found = tl.load(weight + tokens, mask=there, other=0.0).to(tl.float32)
     if ATTENDED:
         share = tl.load(attention + tokens, mask=patch, other=0.0) * t / tl.maximum(counted, 1.0)
-        # What is no number counts least as well.
+        # NaN also counts as the least share.
         factor = tl.exp(power * tl.log(tl.where(share > least, share, least)))
         found = tl.where(patch, found * factor, found)
     return found
@@ -129,7 +129,7 @@ def _step_kernel(
     fall, carry, gain, size, logits, weight, t, k, size_stride, carry_stride, eta,
     HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The logits of an image's patches, one step down the gradient, and what tokens weigh."""
+    """The logits of an image's patches after the step, and the weights of its tokens."""
     image, n = tl.program_id(0), t - k
     everyone = tl.arange(0, TOKENS)
     inside, patches = everyone < t, everyone - k
@@ -148,13 +148,13 @@ def _step_kernel(
 
 
 def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
-    """The mean patch of every image, by size."""
+    """The mean patch of each image, weighted by size."""
     b, t, c = tokens.shape
     pooled = torch.empty(b, c, device=tokens.device, dtype=torch.float32)
     size_, stride = sizes_of(size, pooled)
     if b < FEW_IMAGES:
         some, channels, warps = 256, 32, 4
-    elif t > LARGE_MAP:
+    elif t > _LARGE_MAP:
         some, channels, warps = 512, 32, 8
     else:
         some, channels, warps = 32, 64, 1
@@ -166,7 +166,7 @@ def _pool(tokens: Tensor, size: Tensor | None, num_prefix: int) -> Tensor:
 
 
 def descent(tokens: Tensor, size: Tensor | None, classes: Classes, num_prefix: int) -> Tensor:
-    """How far the bound falls as each patch gains weight, `b n`."""
+    """Minus the gradient of the bound with respect to each patch's weight, `b n`."""
     b, t, c = tokens.shape
     tokens = tokens.contiguous()
     pooled = _pool(tokens, size, num_prefix)
@@ -193,7 +193,7 @@ def inform(
     eta: float,
     num_prefix: int,
 ) -> tuple[Tensor, Tensor]:
-    """Logits of patches, one step down the gradient of the bound, and the weights of all tokens."""
+    """The logits of patches after one step down the bound, and the weights of all tokens."""
     fall = descent(tokens, size, Classes(centroids, offsets, costs, beta), num_prefix)
     (b, t), logits = tokens.shape[:2], torch.empty_like(fall)
     weight = logits.new_empty(b, t)
