@@ -25,4 +25,5 @@ if __name__ == "__main__":
     sys.addaudithook(watch)
     from ltm.cli import main
 
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    sys.argv[1:1] = ["serve"]
+    sys.exit(main())

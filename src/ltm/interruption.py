@@ -8,6 +8,7 @@ again if it was swallowed.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -159,6 +160,19 @@ def end() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(INTERRUPTED)
+
+
+def leave(code: int) -> int:
+    """Return the exit code of a command that is done, unless daemon threads are left: end here.
+
+    Python kills those when it ends, and one that is inside PyTorch then aborts the process.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        atexit._run_exitfuncs()  # noqa: SLF001 - there is no public way, and multiprocessing does so
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _raise_again(swallowed: Any) -> None:

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from ltm.extras import MissingExtraError, named
 from ltm.files import command_words
-from ltm.interruption import INTERRUPTED, end, whole_command
+from ltm.interruption import INTERRUPTED, end, leave, whole_command
 
 COMMANDS = {
     "train": "Train a token-merging network from scratch on labelled images.",
@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run a command; returns 0, 2 for bad input (with one sentence on standard error) or 130."""
     try:
         with whole_command():
-            return _run(list(sys.argv[1:] if args is None else args))
+            code = _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:
         print("ltm: stopped by Ctrl-C", file=sys.stderr)
         if args is None:
@@ -55,7 +55,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if not isinstance(missing := named(error), MissingExtraError):
             raise
         print(f"ltm: {missing}", file=sys.stderr)
-        return 2
+        code = 2
+    return leave(code) if args is None else code
 
 
 def _run(args: list[str]) -> int:

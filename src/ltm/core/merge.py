@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -49,6 +49,9 @@ class Merge(ABC):
     """Which of n tokens are merged into which of p, and with what weights."""
 
     num_prefix: int = 0
+
+    is_matched: ClassVar[bool] = False
+    """Whether tokens of an image were compared with one another to find it."""
 
     @property
     @abstractmethod
@@ -132,6 +135,8 @@ class MatchedMerge(Merge):
     order: tuple[Int[Tensor, "b kp"], Int[Tensor, "b r"], Int[Tensor, "b r"]] | None = None
     """The tokens that stay, those that leave and the places they go to, if a kernel made the
     match; another kernel then merges."""
+
+    is_matched: ClassVar[bool] = True
 
     @property
     def num_in(self) -> int:

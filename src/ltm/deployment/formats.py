@@ -16,6 +16,8 @@ from __future__ import annotations
 import ast
 import copy
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ltm.api import freeze_, image_size_of, is_merging
+from ltm.api import freeze_, image_size_of, is_merging, mergers
 from ltm.core.cost import channels_of
 from ltm.deployment.information import ModelInformation
 from ltm.deployment.settings import Format
 from ltm.evaluation.modes import OnnxModel, to_onnx
 from ltm.extras import require
+from ltm.methods.base import Decision
 
 SUFFIXES: dict[Format, str] = {
     "program": ".pt2",
@@ -71,20 +74,32 @@ def trace(model: nn.Module, image_size: tuple[int, int] | None = None) -> Export
     shape = channels_of(model), *image_size_of(model, image_size)
     device = next((p.device for p in model.parameters()), None)
     images = torch.zeros(_EXAMPLE_BATCH, *shape, device=device)
-    program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    with _matching_few_tokens(model):
+        program = torch.export.export(model, (images,), dynamic_shapes=({0: Dim.DYNAMIC},))
     # Stack traces hold paths of this machine.
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
-    _require_few_tokens(program)
     return program
 
 
-def _require_few_tokens(program: ExportedProgram) -> None:
-    topk = torch.ops.aten.topk.default
-    most = max((node.args[1] for node in program.graph.nodes if node.target is topk), default=0)
-    if most > MAX_TOKENS:
+@contextmanager
+def _matching_few_tokens(model: nn.Module) -> Iterator[None]:
+    """Refuse a network that matches more than `MAX_TOKENS` tokens in a forward inside."""
+    matched = [0]
+
+    def note(_: nn.Module, __: Any, decision: Decision) -> None:
+        if decision.merge.is_matched:
+            matched.append(decision.merge.num_in)
+
+    hooks = [merger.register_forward_hook(note) for _, merger in mergers(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if max(matched) > MAX_TOKENS:
         raise ValueError(
-            f"a network that matches {most} tokens cannot be exported, because at most "
+            f"a network that matches {max(matched)} tokens cannot be exported, because at most "
             f"{MAX_TOKENS} can be sorted: take smaller images, or merge by a static mask "
             "(--method ltm:support=learned)"
         )

@@ -117,6 +117,8 @@ class MaskedMerge(Merge):
     heir: Int[Tensor, "b t"]
     """Each token's most similar one among those left; a dropped token is restored from it."""
 
+    is_matched: ClassVar[bool] = True
+
     @property
     def num_in(self) -> int:
         return self.partner.shape[1] - self.num_prefix
