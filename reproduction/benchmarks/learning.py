@@ -151,7 +151,7 @@ class Bench:
     def config_of(self, row: Row) -> MethodConfig:
         """The method with its schedule."""
         if row.counts_of_ltm:
-            found = ltm.merge_tokens_(copy.deepcopy(self.host), ltm.LTM(ratio=row.ratio))
+            found = ltm.merge_tokens_(copy.deepcopy(self.host), _plain(row.ratio))
             sites = [site for site in found.sites if site.merges]
             return row.config.scheduled(
                 counts=tuple(site.num_out for site in sites),

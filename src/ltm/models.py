@@ -391,8 +391,8 @@ class ModelSource:
     """Which network to load, and with which weights."""
 
     model: str | None = None
-    """timm's name of the network; hf:NAME is one of Hugging Face transformers with its weights, of
-    the hub or in a folder."""
+    """Name of a timm model, or hf:NAME for a Hugging Face model with its weights, from the hub or a
+    folder."""
     pretrained: bool = False
     """Use timm's pretrained weights."""
     weights: Path | None = None
@@ -402,11 +402,11 @@ class ModelSource:
     verify: bool = True
     """Refuse a folder whose files changed after saving. Turn it off if you edited them."""
     num_classes: int | None = None
-    """Number of classes; by default that of the weights."""
+    """Number of classes; by default, as many as the weights have."""
     image_size: int | None = None
     """Image size in pixels; by default the size that the model was made for."""
     model_args: tuple[str, ...] = ()
-    """Further arguments of the model, such as depth=4."""
+    """Extra arguments for the model, such as depth=4."""
 
     def given(self) -> dict[str, bool]:
         """For each option, whether it differs from its default."""

@@ -14,7 +14,7 @@ class CalibrateSettings:
     """How to search for a schedule. The defaults suit most networks and devices."""
 
     budget: float | None = None
-    """Share of the multiply-adds to keep. Give this or budget_ms."""
+    """Share of the multiply-adds to keep. Give this or --budget-ms."""
     budget_ms: float | None = None
     """Instead of a share: milliseconds that a batch may take on this device."""
     method: str | None = None
@@ -25,8 +25,8 @@ class CalibrateSettings:
     split: str = "val"
     """Split of the data, where it has several."""
     sites: int | None = None
-    """Merge in at most so many blocks. By default 4, or 6 for budgets below 0.5; the method's own
-    schedule may have more if it is better. Fewer blocks are faster, and as accurate."""
+    """Merge in at most this many blocks. By default 4, or 6 for budgets below 0.5; the method's own
+    schedule may have more if it is better. Fewer merging blocks run faster."""
     adjust: bool | None = None
     """Also choose settings of the method, such as LTM's attended and size_power, in up to 40 more
     trials. By default for budgets below 0.5."""
@@ -44,7 +44,7 @@ class CalibrateSettings:
     batch_size: int | None = None
     """Images at a time; by default 64 on a CPU, 256 on a GPU."""
     memory_bytes: int = 2 << 30
-    """Memory for the outputs of blocks, so that a trial starts at the first block that differs."""
+    """Memory for cached block outputs; a trial then reruns only the blocks that changed."""
     workers: int = 2
     """Loader processes."""
     device: str = "auto"

@@ -13,21 +13,21 @@ from ltm.files import command_words
 from ltm.interruption import INTERRUPTED, end, leave, whole_command
 
 COMMANDS = {
-    "train": "Train a token-merging network from scratch on labelled images.",
-    "finetune": "Convert a pretrained network and train its mask modules.",
-    "calibrate": "Find the best places to merge in a network, on images without labels.",
+    "demo": "Compress a network that comes with the package: no download, about a minute.",
     "compress": "Make a trained network faster, and report what it gains and loses.",
-    "visualize": "Draw which patches merge into which token.",
-    "benchmark": "Measure how much faster merging is on this machine.",
+    "calibrate": "Find the best places to merge in a network, on images without labels.",
     "evaluate": "Compare the accuracy and cost of methods on the same images.",
-    "detect": "Train, evaluate or run SSDLite, an object detector, on a merging backbone.",
-    "segment": "Train, evaluate or run Mask R-CNN (boxes and masks) on a merging backbone.",
+    "benchmark": "Measure how much faster merging is on this machine.",
+    "visualize": "Draw which patches merge into which token.",
     "export": "Write a network as an ONNX, torch.export or OpenVINO file, in float or int8.",
-    "table": "Repeat the experiment behind a table or figure of the paper.",
     "predict": "Classify images with a saved network or an ONNX file.",
     "embed": "Write embeddings and classes of any number of images as Parquet files.",
     "serve": "Show in a browser what merges, and what it does to predictions and time.",
-    "demo": "Compress a network that comes with the package: no download, about a minute.",
+    "finetune": "Convert a pretrained network and train its mask modules.",
+    "train": "Train a token-merging network from scratch on labelled images.",
+    "detect": "Train, evaluate or run SSDLite, an object detector, on a merging backbone.",
+    "segment": "Train, evaluate or run Mask R-CNN (boxes and masks) on a merging backbone.",
+    "table": "Repeat the experiment behind a table or figure of the paper.",
 }
 
 BAD_INPUT = (
@@ -67,7 +67,7 @@ def _run(args: list[str]) -> int:
         tyro.extras.subcommand_cli_from_dict(
             {name: _entry(summary) for name, summary in COMMANDS.items()},
             prog="ltm",
-            description="Merge tokens in vision transformers: the same network for less compute.",
+            description="Make vision transformers faster by merging tokens.",
             args=args,
         )
         return 0

@@ -1,9 +1,8 @@
 """`ltm benchmark`: what merging gains in time, against the untouched network, on this machine."""
 
 from functools import partial
-from pathlib import Path
 
-from ltm.cli.commands import Flat, say
+from ltm.cli.commands import Flat, OptionalInt, OptionalPath, Words, say
 from ltm.evaluation.settings import BenchmarkSettings
 from ltm.models import ModelSource, refuse_given
 
@@ -11,14 +10,14 @@ from ltm.models import ModelSource, refuse_given
 def benchmark(
     settings: Flat[BenchmarkSettings],
     *,
-    models: tuple[str, ...] | None = None,
-    methods: tuple[str, ...] | None = None,
+    models: Words = None,
+    methods: Words = None,
     pretrained: bool = False,
-    weights: Path | None = None,
-    run: Path | None = None,
-    image_size: int | None = None,
-    model_args: tuple[str, ...] = (),
-    output: Path | None = None,
+    weights: OptionalPath = None,
+    run: OptionalPath = None,
+    image_size: OptionalInt = None,
+    model_args: Words = None,
+    output: OptionalPath = None,
     resume: bool = False,
     overwrite: bool = False,
 ) -> None:
@@ -39,9 +38,9 @@ def benchmark(
     Args:
         settings: What is timed, and how.
         models: Names of timm's networks; by default vit_small_patch16_224.
-        methods: By default tome and ltm. Others are tofu, ltmp, ltm-static, ltm-uniform (matching
-            alone), tome-reference (the published algorithm), or one with settings, such as
-            ltm:ratio=0.5,sites=3+5+8.
+        methods: Names of methods; by default tome and ltm. There are also ltm-static, ltm-uniform
+            (matching alone) and tome-reference (the published algorithm). Settings follow a
+            colon, as in ltm:ratio=0.5,sites=3+5+8.
         pretrained: Use timm's pretrained weights; by default weights are random.
         weights: Use the weights of a .safetensors or .pth file with timm's keys.
         run: Time a saved network against itself without merging, instead of --models.
@@ -56,7 +55,7 @@ def benchmark(
         pretrained=pretrained,
         weights=weights,
         image_size=image_size,
-        model_args=model_args,
+        model_args=model_args or (),
     )
     if run is not None:
         refuse_given({"models": models}, "a saved run")

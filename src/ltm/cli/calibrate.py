@@ -1,9 +1,7 @@
 """`ltm calibrate`: where a network merges, how much and how, chosen on unlabelled images."""
 
-from pathlib import Path
-
 from ltm.calibration.settings import CalibrateSettings
-from ltm.cli.commands import Flat, interrupted, say
+from ltm.cli.commands import Flat, OptionalPath, interrupted, say
 from ltm.files import output_folder
 from ltm.models import ModelSource
 
@@ -13,7 +11,7 @@ def calibrate(
     settings: Flat[CalibrateSettings],
     *,
     data: str,
-    output: Path | None = None,
+    output: OptionalPath = None,
     overwrite: bool = False,
 ) -> None:
     """Find the best places to merge in a network, on images without labels.
@@ -21,7 +19,7 @@ def calibrate(
     Tries schedules within a budget and keeps the one whose outputs stay closest to the original's.
     A schedule says which blocks merge, how many tokens they keep, whether tokens are merged or
     dropped, and whether tokens that receive much attention are protected. Ctrl-C stops the search
-    and keeps the best so far. Other commands read the folder --output with --run.
+    and keeps the best so far. Give the output folder to other commands with --run.
 
     Example:
         ltm calibrate --model vit_small_patch16_224 --pretrained --data imagenet/train
@@ -30,8 +28,8 @@ def calibrate(
     Args:
         source: Which network.
         settings: The budget, and how to search.
-        data: Folder or .zip of images, in class folders or not, tar shards, hf:NAME, or shapes
-            (generated).
+        data: Folder or .zip of images, in class folders or not, tar shards, hf:NAME, or the word
+            shapes for generated images.
         output: Folder for the network and metrics.json.
         overwrite: Replace another run's results there.
     """

@@ -25,13 +25,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 import tyro
 
 T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]
 """A group of settings whose names are options as they are."""
+
+OptionalPath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+"""A path that may be left out; the help does not show "{None}|PATH" and "(default: None)"."""
+OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Words = Annotated[
+    tuple[str, ...] | None, tyro.conf.arg(metavar="[STR [STR ...]]", help_behavior_hint="")
+]
+
+Inputs = Annotated[
+    tuple[str, ...],
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="INPUT [INPUT ...]", help_behavior_hint=""),
+]
+_KINDS = {str: "STR", int: "INT", float: "FLOAT", Path: "PATH", bool: "{True,False}"}
 
 OPTIONS = tyro.constructors.ConstructorRegistry()
 """How tyro reads settings, which do not import it: by the metadata of their fields."""
@@ -54,7 +69,7 @@ def _by_metadata(
     fields = [
         dataclasses.replace(
             field,
-            type=_named(field.type, known[field.name]),
+            type=_named(field.type, known[field.name], field.default),
             helptext=partial(_in_one_line, field.helptext),
         )
         for field in spec.fields
@@ -68,13 +83,25 @@ def _in_one_line(text: Callable[[], str | None] | str | None) -> str | None:
     return None if text is None else " ".join(text.split())
 
 
-def _named(kind: Any, metadata: Mapping[str, Any]) -> Any:
+def _named(kind: Any, metadata: Mapping[str, Any], default: Any) -> Any:
+    hint = "" if default in (None, ()) else None
+    if not dataclasses.is_dataclass(kind):
+        kind = Annotated[kind, tyro.conf.arg(metavar=_metavar(kind), help_behavior_hint=hint)]
     if dataclasses.is_dataclass(kind) and not metadata.get("prefixed"):
         return Annotated[kind, tyro.conf.OmitArgPrefixes]
     if "option" not in metadata:
         return kind
     name = metadata["option"]
     return Annotated[kind, tyro.conf.Suppress if name is None else tyro.conf.arg(name=name)]
+
+
+def _metavar(kind: Any) -> str | None:
+    """Return what stands for a value that may be left out: STR, not {None}|STR."""
+    kinds = [part for part in get_args(kind) if part is not type(None)]
+    if not isinstance(kind, UnionType) or len(kinds) != 1:
+        return None
+    words = [_KINDS.get(part, "") for part in get_args(kinds[0]) or kinds]
+    return " ".join(words) if all(words) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ltm.cli.commands import Flat, command_line, interrupted, say
+from ltm.cli.commands import Flat, OptionalPath, command_line, interrupted, say
 from ltm.compression.settings import CompressSettings
 from ltm.files import output_folder
 from ltm.models import ModelSource
@@ -13,12 +13,12 @@ def compress(
     settings: Flat[CompressSettings],
     *,
     data: str,
-    output: Path | None = None,
+    output: OptionalPath = None,
     overwrite: bool = False,
 ) -> None:
     """Make a trained network faster, and report what it gains and loses.
 
-    1. Converts the network. Chooses where to merge on images whose labels it does not use.
+    1. Converts the network, and chooses where to merge by looking at images without their labels.
     2. Tunes or fine-tunes it if you ask for it, then freezes and saves it.
     3. Measures accuracy on labelled images and speed on this machine. The original and the methods
        in --compare are measured on the same images and in the same way.
@@ -33,7 +33,8 @@ def compress(
     Args:
         source: Which network.
         settings: How to merge, what to choose on images, and what to measure.
-        data: Folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
+        data: Folder or .zip of class folders, tar shards, hf:NAME, or the word shapes for
+            generated images.
         output: Folder for the network and the report; by default a new one in runs/.
         overwrite: Replace another run's results there.
     """

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from ltm.cli.commands import Flat, RunFolder, read_ahead, say
+from ltm.cli.commands import Flat, Inputs, OptionalPath, RunFolder, read_ahead, say
 from ltm.detection.settings import (
     COMMANDS,
     DetectionSettings,
@@ -81,9 +81,10 @@ class Evaluate:
     run: Path
     """The model/ folder of a training run, or the run's own folder."""
     data: str
-    """A folder or .zip of images with annotations in COCO's format, or shapes (generated)."""
+    """A folder or .zip of images with COCO annotations, or the word shapes for
+    generated images."""
     settings: Flat[EvaluateDetectorSettings]
-    output: Path | None = None
+    output: OptionalPath = None
     """Folder for metrics.json, results.json and pictures/."""
     overwrite: bool = False
     """Replace another run's results there."""
@@ -107,8 +108,8 @@ class Predict:
     the order of the images) and metrics.json with the images' names.
     """
 
-    images: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Image files, folders of them, or shapes (generated ones)."""
+    images: Inputs
+    """Image files and folders, or the word shapes for generated images."""
     run: Path
     """The model/ folder of a training run, or the run's own folder."""
     settings: Flat[PredictDetectorSettings]

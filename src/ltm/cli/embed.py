@@ -1,17 +1,14 @@
 """`ltm embed`: embeddings of any number of images, as Parquet files."""
 
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from ltm.cli.commands import Flat, interrupted, say
+from ltm.cli.commands import Flat, Inputs, interrupted, say
 from ltm.deployment.settings import EmbedSettings
 from ltm.models import ModelSource
 
 
 def embed(
-    inputs: Annotated[tuple[str, ...], tyro.conf.Positional],
+    inputs: Inputs,
     source: Flat[ModelSource],
     settings: Flat[EmbedSettings],
     *,

@@ -1,8 +1,6 @@
 """`ltm evaluate`: how good a network is with and without merging, on the same images."""
 
-from pathlib import Path
-
-from ltm.cli.commands import Flat, interrupted, say
+from ltm.cli.commands import Flat, OptionalPath, interrupted, say
 from ltm.evaluation.settings import EvaluateSettings
 from ltm.files import output_folder
 from ltm.models import ModelSource
@@ -13,7 +11,7 @@ def evaluate(
     settings: Flat[EvaluateSettings],
     *,
     data: str,
-    output: Path | None = None,
+    output: OptionalPath = None,
     overwrite: bool = False,
 ) -> None:
     """Compare the accuracy and cost of methods on the same images.
@@ -30,7 +28,8 @@ def evaluate(
     Args:
         source: Which network; a saved one is compared with itself without merging.
         settings: What is compared, and on which images.
-        data: Folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
+        data: Folder or .zip of class folders, tar shards, hf:NAME, or the word shapes for
+            generated images.
         output: Folder for metrics.json.
         overwrite: Replace another run's results there.
     """

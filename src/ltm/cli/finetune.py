@@ -12,9 +12,9 @@ def finetune(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:
     """Convert a pretrained network and train its mask modules; everything else stays frozen.
 
     Weights are timm's (--pretrained) or those of a file or folder (--weights). If the data have
-    other classes than the weights, a new head is made and trained. To train more, use --unfreeze
-    'blocks.11.*' or --lora-rank 8. LTMP (--method ltmp) learns thresholds, with a loss that pulls
-    it towards --ratio.
+    different classes, a new head is trained. To train more, use --unfreeze 'blocks.11.*' or
+    --lora-rank 8. LTMP (--method ltmp) learns thresholds, with a loss that pulls it towards
+    --ratio.
 
     Example:
         ltm finetune --recipe vit_small --data /data/imagenet --epochs 5 --output runs/vit-s-5

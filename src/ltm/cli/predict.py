@@ -6,28 +6,27 @@ from typing import Annotated
 
 import tyro
 
-from ltm.cli.commands import Flat
+from ltm.cli.commands import Flat, Inputs, OptionalPath
 from ltm.deployment.settings import PredictSettings, TableFormat
 from ltm.files import output_folder
 from ltm.models import ModelSource, refuse_given
 
 
 def predict(
-    inputs: Annotated[tuple[str, ...], tyro.conf.Positional],
+    inputs: Inputs,
     source: Flat[ModelSource],
     settings: Flat[PredictSettings],
     *,
-    onnx: Path | None = None,
+    onnx: OptionalPath = None,
     form: Annotated[TableFormat, tyro.conf.arg(name="format")] = "jsonl",
-    output: Path | None = None,
+    output: OptionalPath = None,
     overwrite: bool = False,
 ) -> None:
     """Classify images with a saved network or an ONNX file: one line each, JSON or CSV.
 
     Inputs are images, folders (sorted by path), .zip archives, tar shards, Parquet files, hf:NAME,
     text files of paths (.txt), and paths from standard input (-). An image that cannot be read gets
-    a line that says why. Only the names of the images in a folder are kept in memory. A saved
-    detector works too.
+    a line that says why. A saved detector works too.
 
     Example:
         ltm predict photos/ cat.jpg --run runs/small > predictions.jsonl

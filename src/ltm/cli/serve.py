@@ -2,9 +2,8 @@
 
 import sys
 from functools import partial
-from pathlib import Path
 
-from ltm.cli.commands import Flat
+from ltm.cli.commands import Flat, OptionalPath
 from ltm.files import output_folder, write_metrics
 from ltm.models import ModelSource
 from ltm.web.settings import ServeSettings
@@ -14,7 +13,7 @@ def serve(
     source: Flat[ModelSource],
     settings: Flat[ServeSettings],
     *,
-    output: Path | None = None,
+    output: OptionalPath = None,
     overwrite: bool = False,
 ) -> None:
     """Show in a browser what merges, and what it does to predictions and time.

@@ -17,9 +17,10 @@ class TrainFolder(RunFolder):
     recipe: str | None = None
     """Named settings to start from: mobilevit_xs, mobilevit_s, efficientvit_b1_r224,
     efficientvit_b1_r288, vit_small, vit_base, swin_tiny, swin_base, general, or, for a CPU,
-    shapes_vit, shapes_swin, shapes_mobilevit, shapes_efficientvit; demo_vit trains the package's
-    own network anew. By default that of the model, if it has one, or shapes_vit if no model is
-    named."""
+    shapes_vit, shapes_swin, shapes_mobilevit, shapes_efficientvit; demo_vit retrains the bundled
+    network. ltm finetune also has distil_mergers, distil_norms, distil_biases, distil_lora and
+    distil_all, in which the original teaches without labels. By
+    default that of the model, if it has one, or shapes_vit if no model is named."""
 
 
 def train(settings: Flat[TrainSettings], folder: Flat[TrainFolder]) -> None:

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import tyro
-
-from ltm.cli.commands import Flat
+from ltm.cli.commands import Flat, Inputs
 from ltm.files import output_folder
 from ltm.models import ModelSource
 from ltm.report.settings import VisualizeSettings
@@ -13,7 +11,7 @@ from ltm.report.settings import VisualizeSettings
 def visualize(
     source: Flat[ModelSource],
     settings: Flat[VisualizeSettings],
-    images: tyro.conf.Positional[tuple[Path, ...]] = (),
+    images: Inputs = (),
     *,
     output: Path = Path("runs/visualize"),
     overwrite: bool = False,

@@ -27,10 +27,10 @@ class CompressSettings:
     ratios: tuple[float, ...] = ()
     """Try these ratios, and keep the fastest network within --max-loss."""
     max_loss: float | None = None
-    """Points of top-1 that may be lost, by default 0.5. Without --ratios, four ratios between 0.4
-    and 1 are tried, by bisection."""
+    """Keep the fastest network that loses at most this many points of top-1. Tries --ratios, or
+    without them four ratios between 0.4 and 1, by bisection. With --ratios alone it is 0.5."""
     speedup: float | None = None
-    """Instead of a ratio: how many times as fast as the original, in the form to deploy."""
+    """Instead of a ratio: the speed-up to reach, in the form to deploy."""
     budget_ms: float | None = None
     """Instead of a ratio: milliseconds that a batch may take, in the form to deploy."""
     compare: tuple[str, ...] = ()
@@ -38,14 +38,14 @@ class CompressSettings:
     calibrate: bool = True
     """Choose on unlabelled images where to merge and how much, if network and data allow it."""
     calibration_images: int = 256
-    """Images for that choice. They are not evaluated. 0 sets none aside."""
+    """Images set aside for calibration; they are not evaluated. 0 for none."""
     calibration_trials: int = 200
     """Schedules to try in all; Ctrl-C keeps the best so far."""
     finetune_epochs: int = 0
     """Epochs of training the mask modules, on the labelled images of the training split."""
     tune: str | None = None
     """How long to tune the network by distillation from the original, on unlabelled images: 60s, 5m
-    or 3 epochs. If that does not help on images set aside, the untuned network is kept."""
+    or "3 epochs". If that does not help on images set aside, the untuned network is kept."""
     tune_data: str | None = None
     """Images to tune on; labels are not used. By default the training split."""
     trainable: str = "norms"
@@ -64,7 +64,7 @@ class CompressSettings:
     time_rounds: int = 15
     """Rounds of timing; in each, all networks and forms are timed in turn."""
     bottleneck_images: int = 1000
-    """Measure the information bottleneck on at most so many images; 0 leaves it out."""
+    """Measure the information bottleneck on at most this many images; 0 skips it."""
     pictures: str = "data"
     """Pictures in the report: data, generated, or an image file or folder."""
     split: str = "val"

@@ -31,7 +31,8 @@ class DataConfig:
     """Which images, and how they reach the network."""
 
     source: str = field(default="shapes", metadata={"option": "data"})
-    """A folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated)."""
+    """A folder or .zip of class folders, tar shards, hf:NAME, or the word shapes for
+    generated images."""
     train_split: str = "train"
     """Split to train on."""
     val_split: str = "val"

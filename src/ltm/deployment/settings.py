@@ -24,7 +24,7 @@ class InputSettings:
     """How a network's images are cropped, and what its classes are called."""
 
     class_names: Path | None = None
-    """Text file with one class name per line, or JSON; by default the names that the model has."""
+    """Text file with one class name per line, or JSON; by default the model's own names."""
     crop_ratio: float | None = None
     """Evaluation crop as a share of the resized side; by default the model's."""
 
@@ -45,13 +45,13 @@ class ExportSettings(InputSettings):
     ratio: float | None = None
     """Share of the multiply-adds to keep with --method; by default 0.7."""
     formats: tuple[Format, ...] = ("onnx",)
-    """What to write."""
+    """onnx, program (torch.export), openvino, or aoti (an AOTInductor package)."""
     int8: tuple[Recipe, ...] = ()
     """Int8 versions to add: accurate, small (all linear layers), dynamic (no calibration images
     needed) or convolutional."""
     data: str | None = None
     """Images to check and calibrate on: a folder or .zip of images, in class folders or not, tar
-    shards, hf:NAME, or shapes (generated). By default generated images."""
+    shards, hf:NAME, or the word shapes for generated images, which is also the default."""
     split: str = "val"
     """Split of the data, where it has several."""
     images: int | None = None
@@ -94,9 +94,9 @@ class ManySettings(InputSettings):
     workers: int = 0
     """Processes that read images; 0 reads them in this one."""
     split: str = "train"
-    """Split of hf:NAME and of shards named with {split}."""
+    """Which split to read, for hf:NAME and for shard patterns that contain {split}."""
     shard_rows: int = 4096
-    """Rows of a Parquet file, for images that are not in shards."""
+    """Rows per Parquet file when the input is not sharded."""
     devices: int | None = None
     """Processes that share the work, one for each GPU. With --ray: actors, by default one for each
     GPU of the cluster."""

@@ -51,7 +51,8 @@ class DetectionData:
     """Which images, and how they reach the detector."""
 
     source: str = field(default="shapes", metadata={"option": "data"})
-    """A folder or .zip of images with annotations in COCO's format, or shapes (generated)."""
+    """A folder or .zip of images with COCO annotations, or the word shapes for
+    generated images."""
     train_split: str = "train"
     """Split to train on."""
     val_split: str = "val"

@@ -30,7 +30,7 @@ class ModelSettings:
     weights: str | None = None
     """Start from a file with timm's keys, or from a folder that ltm wrote."""
     num_classes: int | None = None
-    """Number of classes; it must be that of the data, which is also the default. A head of another
+    """Number of classes; by default the data's, which it must match. A head of another
     size starts with random weights. Where folders are named by class index (0000, 0001), leave this
     out to keep the head of the weights."""
     model_args: tuple[str, ...] = ()
@@ -41,16 +41,16 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MergingSettings:
-    """How tokens are merged. The method option counts overrides per_block, and that ratio."""
+    """How tokens are merged. The method option counts overrides --per-block, and that --ratio."""
 
     method: str = "ltm"
     """Name of a method (ltm, tome, ...), or none to train the network as it is."""
     ratio: float | None = None
-    """Share of the original MACs to keep; 0.7 unless per_block is given."""
+    """Share of the original MACs to keep; 0.7 unless --per-block is given."""
     per_block: float | None = None
     """Share of its tokens that each block keeps; the shares multiply from block to block."""
     method_options: tuple[str, ...] = ()
-    """Further settings of the method, name=value, such as support=learned labels=true."""
+    """More settings of the method, name=value, such as support=learned labels=true."""
     warm_epochs: int = 0
     """Epochs at the start without merging."""
     noise: float = 1.0
@@ -76,7 +76,7 @@ class TuneSettings:
     trainable: Literal["all", "mergers", "norms", "biases", "lora"] = "all"
     """What trains: all parameters (all), the mask modules alone (mergers), mask modules and
     normalisation layers (norms), those and all biases (biases), or mask modules and LoRA adapters
-    (lora). The adapters have rank 8 unless lora_rank is given."""
+    (lora). The adapters have rank 8 unless --lora-rank is given."""
     unfreeze: tuple[str, ...] = ()
     """Patterns of further parameters to train, such as head.* or blocks.11.*"""
     lora_rank: int = 0
@@ -101,10 +101,9 @@ class OptimSettings:
     optimizer: str = "adamw"
     """Name of an optimiser of timm."""
     lr: float = 1e-3
-    """Peak learning rate, at a total batch of reference_batch."""
+    """Peak learning rate, at a total batch size of --reference-batch."""
     reference_batch: int = 0
-    """Total batch size that lr is for; for other sizes lr is scaled in proportion. 0: lr is not
-    scaled."""
+    """Total batch size for which lr is given; lr scales in proportion. 0 turns scaling off."""
     merger_lr: float | None = None
     """Learning rate of mask modules; by default lr."""
     weight_decay: float = 0.05
@@ -134,7 +133,7 @@ class ObjectiveSettings:
     """Weight of the information-bottleneck bound IBB, averaged over the sites."""
     teacher: Literal["none", "self"] = "none"
     """self: the teacher is the network before training, without merging; labels are not used. The
-    loss is the KL divergence from its outputs, at distill_temperature."""
+    loss is the KL divergence from its outputs, at --distill-temperature."""
     feature_weight: float = 0.0
     """With teacher=self: weight of the squared distance between the two networks' normalised class
     tokens after each block. It has no effect on networks without a class token."""
@@ -154,7 +153,7 @@ class RunSettings:
     device: str = "auto"
     """Accelerator: auto, cpu, cuda, cuda:N for one of several, or mps."""
     devices: int = 1
-    """Processes on this machine. Under torchrun, torchrun's number counts instead."""
+    """Processes on this machine. torchrun's own number overrides this."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """With several processes, each has a copy of the network (ddp) or a shard of it (fsdp)."""
     precision: Literal["32", "bf16", "16"] = "32"
