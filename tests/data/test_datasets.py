@@ -12,7 +12,12 @@ from PIL import Image
 from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset, open_splits
 from ltm.data.decoding import decode
-from ltm.data.images import ImageDataset, UnreadableImagesError, UnreadableImageWarning
+from ltm.data.images import (
+    ImageDataset,
+    NoLabelsError,
+    UnreadableImagesError,
+    UnreadableImageWarning,
+)
 from ltm.data.shapes import ShapesClassification
 from ltm.data.shards import ShardImages
 
@@ -348,9 +353,20 @@ def test_hugging_face_where_it_is_installed(monkeypatch):
     assert first_pixel(dataset, 2) == (2, 2, 2)
     with pytest.raises(ValueError, match="no split 'test'; choose from train, validation"):
         open_dataset("hf:pets", split="test")
+    monkeypatch.setattr(_Rows, "features", {"id": object(), "picture": _Rows.Image()})
+    unlabelled = open_dataset("hf:pets", labelled=False)
+    assert (unlabelled.class_names, first_pixel(unlabelled, 2)) == ((), (2, 2, 2))
+    with pytest.raises(NoLabelsError, match="no ClassLabel column among id, picture"):
+        open_dataset("hf:pets")
 
 
-def test_labels_must_match_the_images():
+def test_labels_must_match_the_images(folder):
+    dataset = open_dataset(folder).select([3, 1])
+    labels = dataset.labels.tolist()
+    assert dataset.with_labels([7, 8]).labels.tolist() == [7, 8]
+    assert dataset.labels.tolist() == labels
+    with pytest.raises(ValueError, match="2 images have 1 labels"):
+        dataset.with_labels([7])
     with pytest.raises(ValueError, match="0 images have 2 labels"):
         ImageDataset(_NoImages(), np.zeros(2), ("a",))
 

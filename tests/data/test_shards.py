@@ -6,7 +6,12 @@ from PIL import Image
 
 from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset, open_splits
-from ltm.data.images import ImageDataset, UnreadableImagesError, UnreadableImageWarning
+from ltm.data.images import (
+    ImageDataset,
+    NoLabelsError,
+    UnreadableImagesError,
+    UnreadableImageWarning,
+)
 from ltm.data.shards import expand_shards, open_shards
 
 
@@ -139,7 +144,8 @@ def test_shards_that_no_split_tells_apart_are_unsplit(numbered, shards, tmp_path
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"a.png": png()}, "a has no .cls"),
+        ({"a.png": png()}, "x.tar, image 0 has no .cls file"),
+        ({"a.png": png(), "a.cls": b"1", "b.png": png()}, "x.tar, image 1 has no .cls file"),
         ({"a.cls": b"1"}, "a has .cls, but no image"),
         ({"a.png": png(), "a.cls": b"cat"}, "must hold a class index, not b'cat'"),
         ({}, "no images in 1 tar shards"),
@@ -150,6 +156,18 @@ def test_malformed_shards_are_refused(tmp_path, members, message):
     path = write_tar(tmp_path / "x.tar", members)
     with pytest.raises(ValueError, match=message):
         opened([path])
+
+
+@pytest.mark.parametrize("labels", [(), (1,)])
+def test_images_without_labels_need_no_cls_files(tmp_path, labels):
+    members = {f"{value}.png": png(value) for value in range(3)}
+    members |= {f"{value}.cls": b"1" for value in labels}
+    path = write_tar(tmp_path / "x.tar", dict(sorted(members.items())))
+    dataset = open_dataset(path, labelled=False)
+    assert (len(dataset), dataset.class_names, values(dataset)) == (3, (), [0, 1, 2])
+    with pytest.raises(ValueError, match=r"image 0 has no \.cls") as raised:
+        open_dataset(path)
+    assert isinstance(raised.value, NoLabelsError) != bool(labels)
 
 
 def test_a_shell_is_never_asked_for_shards(tmp_path):

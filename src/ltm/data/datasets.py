@@ -10,7 +10,7 @@ from ltm.core.validation import first_line
 from ltm.data.config import DataConfig, is_generated
 from ltm.data.decoding import decode
 from ltm.data.folders import label_images, open_files
-from ltm.data.images import ImageDataset, LabelledFiles, Transform
+from ltm.data.images import ImageDataset, LabelledFiles, NoLabelsError, Transform
 from ltm.data.limits import Limits, read_file, split_limits
 from ltm.data.shapes import ShapesClassification, shapes_arguments
 from ltm.data.shards import ShardImages, expand_shards, open_shards
@@ -46,8 +46,10 @@ def open_dataset(
         max_unreadable: How many unreadable images are skipped, with a warning, before an error.
         holdout_ratio: For class folders that are not split: the share of each class that is
             `val`, the rest being `train`. With 0 every split is the whole.
-        labelled: Whether every image needs a class. If not, a folder or .zip may also hold images
-            without class folders; the data set then has no class names.
+        labelled: Whether every image needs a class; images without classes are then a
+            `NoLabelsError`. If not, a folder or .zip may also hold images without class folders,
+            tar shards may lack .cls files, and data of Hugging Face a column of classes. The data
+            set then has no class names.
     """
     source = str(source)
     if is_generated(source):
@@ -101,11 +103,12 @@ def _find_images(source: str, split: str, holdout_ratio: float, *, labelled: boo
     """Open a source by the form of its name."""
     source, limits, _ = split_limits(source)
     if source.startswith("hf:"):
-        return _find_on_hugging_face(source, split, limits)
+        return _find_on_hugging_face(source, split, limits, labelled=labelled)
     if source.endswith(".tar") or is_folder_of(".tar", Path(source)):
         paths = expand_shards(source, split)
         is_split = any(expand_shards(source, other) != paths for other in ("train", "val"))
-        return open_shards(paths, limits)._replace(split=split if is_split else "all")
+        found = open_shards(paths, limits, labelled=labelled)
+        return found._replace(split=split if is_split else "all")
     files = open_files(source, limits)
     if files is None:
         raise FileNotFoundError(
@@ -168,20 +171,25 @@ def open_hugging_face(source: str, split: str, limits: Limits) -> _HuggingFace:
     if chosen is None:
         raise ValueError(f"{source} has no split {split!r}; choose from {', '.join(known)}")
     rows = datasets.load_dataset(name, config or None, split=chosen)
-    image = _column(rows.features, "Image", source)
+    image = _column(rows.features, "Image")
+    if image is None:
+        raise ValueError(f"{source} has no Image column among {', '.join(rows.features)}")
     undecoded = rows.cast_column(image, datasets.Image(decode=False))
     return _HuggingFace(_HuggingFaceImages(undecoded, image, f"{source}/{split}", limits), rows)
 
 
-def _find_on_hugging_face(source: str, split: str, limits: Limits) -> LabelledFiles:
+def _find_on_hugging_face(
+    source: str, split: str, limits: Limits, *, labelled: bool
+) -> LabelledFiles:
     files, rows = open_hugging_face(source, split, limits)
-    label = _column(rows.features, "ClassLabel", source)
+    label = _column(rows.features, "ClassLabel")
+    if label is None and labelled:
+        raise NoLabelsError(f"{source} has no ClassLabel column among {', '.join(rows.features)}")
+    if label is None:
+        return LabelledFiles(files, np.zeros(len(files), dtype=np.int64), (), split)
     return LabelledFiles(files, np.asarray(rows[label]), tuple(rows.features[label].names), split)
 
 
-def _column(features: dict[str, Any], kind: str, source: str) -> str:
+def _column(features: dict[str, Any], kind: str) -> str | None:
     """Find the column of a kind; the first, if there are several."""
-    for name, feature in features.items():
-        if type(feature).__name__ == kind:
-            return name
-    raise ValueError(f"{source} has no {kind} column among {', '.join(features)}")
+    return next((name for name, found in features.items() if type(found).__name__ == kind), None)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from ltm.core.validation import require
 from ltm.data.decoding import EXTENSIONS, decode
-from ltm.data.images import LabelledFiles
+from ltm.data.images import LabelledFiles, NoLabelsError
 from ltm.data.limits import Limits, read_file
 
 # The names in an archive may claim anything.
@@ -280,7 +280,7 @@ def _class_folders(listing: Listing, root: str) -> list[str]:
     where = f"{listing.where}/{root}".rstrip("/")
     folders = _children(listing, root)
     if not folders:
-        raise ValueError(
+        raise NoLabelsError(
             f"{where} has no class folders; put the images of each class into a folder of its own"
         )
     return folders

@@ -17,6 +17,10 @@ _MOST_NAMED = 20  # unreadable images in one error
 Transform = Callable[[Image.Image], Any]
 
 
+class NoLabelsError(ValueError):
+    """Images have no classes, and labelled ones were asked for."""
+
+
 class ImageFiles(Protocol):
     """Images by number: files of a folder, members of an archive, pictures painted on demand."""
 
@@ -34,7 +38,10 @@ class ImageFiles(Protocol):
 
 
 class LabelledFiles(NamedTuple):
-    """The images of one split, their labels and the classes' names; "all" is no split."""
+    """The images of one split, their labels and the classes' names; "all" is no split.
+
+    Images without labels have no class names, and 0 in place of each label.
+    """
 
     files: ImageFiles
     labels: np.ndarray
@@ -67,7 +74,8 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         self.transform = transform
         self.unreadable = UnreadableImages(len(files), max_unreadable, files.name)
         self.indices: Sequence[int] = range(len(files))
-        self._labels = np.asarray(labels, dtype=np.int64)
+        self.file_labels = np.asarray(labels, dtype=np.int64)
+        """Labels of all files; `labels` has those of the chosen images."""
 
     @property
     def num_classes(self) -> int:
@@ -77,7 +85,7 @@ class ImageDataset(Dataset[tuple[Any, int]]):
     @property
     def labels(self) -> np.ndarray:
         """Return every image's label, without reading the images."""
-        return self._labels[np.asarray(self.indices)]
+        return self.file_labels[np.asarray(self.indices)]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -85,7 +93,8 @@ class ImageDataset(Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         start = range(len(self))[index]
         image, file = next_readable(self.files, self.unreadable, self.indices, start)
-        return image if self.transform is None else self.transform(image), int(self._labels[file])
+        label = int(self.file_labels[file])
+        return image if self.transform is None else self.transform(image), label
 
     def name(self, index: int) -> str:
         """Return an image's path."""
@@ -95,6 +104,15 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         """Return the same images under another transform."""
         changed = copy(self)
         changed.transform = transform
+        return changed
+
+    def with_labels(self, labels: Sequence[int] | np.ndarray) -> Self:
+        """Return the same images with other labels, one for each in their order."""
+        if len(labels) != len(self):
+            raise ValueError(f"{len(self)} images have {len(labels)} labels")
+        changed = copy(self)
+        changed.file_labels = self.file_labels.copy()
+        changed.file_labels[np.asarray(self.indices)] = labels
         return changed
 
     def take(self, num_images: int) -> Self:

@@ -18,11 +18,12 @@ import numpy as np
 from PIL import Image
 
 from ltm.data.decoding import ARRAYS, EXTENSIONS, decode
-from ltm.data.images import LabelledFiles
+from ltm.data.images import LabelledFiles, NoLabelsError
 from ltm.data.limits import Limits, read_file
 from ltm.extras import require
 
 _MOST_LABEL_BYTES = 32
+_NO_LABEL = -1
 _MOST_HEADER_BYTES = 2**20  # long names and pax headers, which tarfile reads at once
 
 
@@ -78,8 +79,13 @@ def _has_word(name: str, start: str) -> bool:
     return any(word.startswith(start) for word in words)
 
 
-def open_shards(paths: Sequence[Path], limits: Limits | None = None) -> LabelledFiles:
-    """Index shards; `classes.txt` beside them, a name a line, names the classes."""
+def open_shards(
+    paths: Sequence[Path], limits: Limits | None = None, *, labelled: bool = True
+) -> LabelledFiles:
+    """Index shards; `classes.txt` beside them, a name a line, names the classes.
+
+    If `labelled` is False, images may lack .cls files; then none of them has a label.
+    """
     limits = limits or Limits()
     require_shards(paths)
     rows = [
@@ -91,6 +97,11 @@ def open_shards(paths: Sequence[Path], limits: Limits | None = None) -> Labelled
         raise ValueError(f"no images in {len(paths)} tar shards, {paths[0]} first")
     table = np.array(rows, dtype=np.int64)
     places, labels = table[:, :4], table[:, 4]
+    files = ShardImages(paths, places, limits)
+    if (labels == _NO_LABEL).any():
+        if labelled:
+            raise _unlabelled(files, labels)
+        return LabelledFiles(files, np.zeros_like(labels), ())
     names = _listed_classes(paths[0].parent / "classes.txt", limits)
     if names and labels.max() >= len(names):
         raise ValueError(
@@ -98,7 +109,14 @@ def open_shards(paths: Sequence[Path], limits: Limits | None = None) -> Labelled
             f"{labels.max()}"
         )
     names = names or tuple(str(label) for label in range(labels.max() + 1))
-    return LabelledFiles(ShardImages(paths, places, limits), labels, names)
+    return LabelledFiles(files, labels, names)
+
+
+def _unlabelled(files: ShardImages, labels: np.ndarray) -> ValueError:
+    """The error that no image has a label, or that some lack one."""
+    missing = np.flatnonzero(labels == _NO_LABEL)
+    kind = NoLabelsError if len(missing) == len(labels) else ValueError
+    return kind(f"{files.name(missing[0])} has no .cls file with its class index")
 
 
 def require_shards(paths: Sequence[Path]) -> None:
@@ -217,9 +235,10 @@ def _image(
 
 
 def _label(path: Path, file: Any, sample: dict[str, Any], limits: Limits) -> int:
+    """Read an image's class index, or say that it has none."""
     key, extent = sample["__key__"], sample.get("cls")
     if extent is None:
-        raise ValueError(f"{path}: {key} has no .cls file with its class index")
+        return _NO_LABEL
     if extent.size > _MOST_LABEL_BYTES:
         raise ValueError(
             f"{path}: {key}.cls has {extent.size} bytes, but must have at most {_MOST_LABEL_BYTES}"
