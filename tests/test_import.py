@@ -2,10 +2,14 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import ltm
+from ltm.adapters import adapters
+from ltm.methods import methods
 
 CHECK = """
 import sys, time, torch
@@ -44,3 +48,22 @@ def test_the_command_line_needs_no_script() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "ratio" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("contract", "package"),
+    [
+        ("Nobody above the methods names one", "ltm.methods"),
+        ("Nobody above the adapters names a family", "ltm.adapters"),
+    ],
+)
+def test_no_method_and_no_family_escapes_the_layers(contract: str, package: str) -> None:
+    """`lint-imports` forbids only the modules that are listed."""
+    text = Path(__file__).resolve().parents[1].joinpath("pyproject.toml").read_text("utf-8")
+    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+    (listed,) = [c["forbidden_modules"] for c in contracts if c["name"] == contract]
+    registered = {kind.__module__ for kind in (*methods().values(), *map(type, adapters()))}
+    depth = package.count(".") + 2
+    ours = {".".join(name.split(".")[:depth]) for name in registered if name.startswith(package)}
+    assert ours <= set(listed)
+    assert len(ours) > 5

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from evaluation_worker import JOBS, Job, batches_of, in_processes
 from ltm.evaluation.bottleneck import SiteBottleneck
-from ltm.processes import local_device
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ltm.processes import local_device  # 0.1.0 has no such module
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert local_device("cuda:1") == torch.device("cuda:1")

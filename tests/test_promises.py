@@ -9,7 +9,6 @@ import gc
 import io
 import json
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -34,6 +33,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import ltm
+import within
 from ltm.api import mergers
 from ltm.cli import main
 from ltm.training.checkpoint import Checkpoints
@@ -114,14 +114,8 @@ def no_space_for() -> Iterator[list[str]]:
 def patience() -> Iterator[None]:
     """What takes more than half a minute hangs."""
 
-    def ring(*_: object) -> None:
-        raise AssertionError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with within.seconds(30):
+        yield
 
 
 # --- 1. Two runs into one folder ------------------------------------------------------------------
@@ -279,12 +273,8 @@ def test_fewer_processes_go_on_with_the_schedule(together: Path, tmp_path: Path)
 @pytest.fixture
 def little_memory() -> Iterator[None]:
     """What takes a gigabyte more than there is in use ends in MemoryError."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    used = int(status.split("VmData:")[1].split()[0]) * 1024
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**30, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_DATA, before)
+    with within.one_more_gigabyte():
+        yield
 
 
 def _shard(path: Path, label: bytes, num_bytes: int = 0) -> Path:
