@@ -1,6 +1,7 @@
 """From the package's own network to an ONNX file that ONNX Runtime runs.
 
-The same in the shell: `ltm export --model demo_vit --pretrained --ratio 0.6 --output runs/onnx`.
+The same in the shell: `ltm export --model demo_vit --pretrained --method ltm --ratio 0.6
+--output runs/onnx`.
 """
 
 import tempfile
