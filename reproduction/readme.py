@@ -93,8 +93,8 @@ def speed() -> str:
         for method, name in names.items()
     ]
     return (
-        "Speed of a ViT-B with random weights at 70%, at batch 1 and 128, compiled and captured in a "
-        f"CUDA graph:\n{', '.join(fast)}.\n"
+        "Speed of a ViT-B with random weights at 70%, at batch 1 and 128, compiled and captured in "
+        f"a CUDA graph:\n{', '.join(fast)}.\n"
     )
 
 
@@ -145,8 +145,8 @@ def tuned() -> str:
     before, *after = (-100 * row["against_base"]["difference"] for row in rows)
     seconds = mean(row["tuning"]["seconds"] for row in rows[1:])
     return (
-        f"At 40% a calibrated ViT-Ti loses {before:.1f} points. After {seconds:.0f} s of distillation "
-        "from the original on an H200, on\nunlabelled images and with all parameters trained, it "
+        f"At 40% a calibrated ViT-Ti loses {before:.1f} points. After {seconds:.0f} s of "
+        "distillation from the original on an H200, on\nunlabelled images and with all parameters trained, it "
         f"loses {mean(after):.1f} ([what each part adds](docs/tuning.md)).\n"
     )
 
@@ -334,7 +334,11 @@ def _learned() -> dict[str, Any]:
     for row in rows:
         against = dataclasses.asdict(paired_interval(right[id(row)], base))
         key = EARLIER.get(row["method"], f"{row['method']} {{}} untrained 0")
-        found[key.format(f"{row['budget']:g}")] = {"against_base": against, "divergence": row["divergence"], "earlier": True}
+        found[key.format(f"{row['budget']:g}")] = {
+            "against_base": against,
+            "divergence": row["divergence"],
+            "earlier": True,
+        }
     return found | {row["key"]: row for row in _rows(LEARNING)}
 
 
