@@ -6,12 +6,14 @@ from itertools import pairwise
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import ltm
-from ltm.api import mergers
+from ltm.api import mergers, watching
 from ltm.core.relaxation import continuous_top_k
 from ltm.core.schedule import falling_number
+from ltm.methods import dtem
 from ltm.methods.base import Hints, Merger, MethodConfig, Site
 from toys import GRIDS, pictures, size_of, toy
 
@@ -155,6 +157,33 @@ def test_a_soft_merge_moves_masses() -> None:
         soft = cold.train()(images)
         hard = model.eval()(images)
     torch.testing.assert_close(soft, hard, atol=2e-2, rtol=0)
+
+
+def test_dtem_takes_tokens_in_half_precision() -> None:
+    model = toy("vit")
+    ltm.merge_tokens_(model, ltm.DTEM(ratio=0.8), size_of("vit"))
+    for dtype in (torch.bfloat16, torch.float64):
+        model.to(dtype)
+        for training in (False, True):
+            assert model.train(training)(pictures("vit").to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("size", [48, 72])
+def test_dtem_trains_as_many_tokens_as_it_merges(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    model = VisionTransformer(48, 8, embed_dim=32, depth=4, num_heads=2, dynamic_img_size=True)
+    ltm.merge_tokens_(model.eval(), ltm.DTEM(ratio=0.8), 48)
+    images, leaving = torch.randn(1, 3, size, size), []
+    with torch.no_grad(), watching(model) as records:
+        model(images)
+    counts = [(size // 8) ** 2, *(record.merged.shape[1] - 1 for record in records)]
+    soft = dtem.continuous_top_k
+    monkeypatch.setattr(
+        dtem, "continuous_top_k", lambda s, n, t: leaving.append(n) or soft(s, n, t)
+    )
+    model.train()(images)
+    assert leaving == [before - after for before, after in pairwise(counts)]
 
 
 @pytest.mark.parametrize("config", [ltm.PiToMe, ltm.DiffRate, ltm.DTEM])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ltm.core.matching import merge_most_similar
@@ -63,14 +63,18 @@ class DTEMMerger(Merger):
         assert hints.keys is not None
         keys = torch.nn.functional.normalize(hints.keys.detach().float(), dim=-1)
         plain = torch.nn.functional.layer_norm(tokens.detach().float(), tokens.shape[-1:])
-        return torch.cat([keys, self.embedding(plain)], dim=-1)
+        embedded = self.embedding(plain.to(self.embedding.weight.dtype))
+        return torch.cat([keys, embedded.float()], dim=-1)
 
     def forward(self, tokens: Float[Tensor, "b t c"], hints: Hints) -> Decision:
         k, metric = self.site.num_prefix, self.metric(tokens, hints)
         size = token_sizes(tokens, hints.size)
         if self.training and not tokens.is_meta:
-            mass = size.expand(tokens.shape[0], -1)[:, k:].float()
-            return Decision(merge=self._soft(metric[:, k:], mass))
+            mass = size[:, k:]
+            alive = _heaviest(mass, mass.shape[1]) if hints.carry is None else hints.carry
+            left = self.site.count_for(alive.shape[1])
+            merge = self._soft(metric[:, k:], mass, alive, alive.shape[1] - left)
+            return Decision(merge=merge, carry=_heaviest(merge.sizes(size)[:, k:], left))
         merge = merge_most_similar(
             metric,
             size,
@@ -80,13 +84,17 @@ class DTEMMerger(Merger):
         )
         return Decision(merge=merge)
 
-    def _soft(self, metric: Float[Tensor, "b n d"], mass: Float[Tensor, "b n"]) -> SoftMerge:
-        """Soft pairs among the tokens of most mass, as many as enter this site at inference.
+    def _soft(
+        self,
+        metric: Float[Tensor, "b n d"],
+        mass: Float[Tensor, "b n"],
+        alive: Int[Tensor, "b left"],
+        leaving: int,
+    ) -> SoftMerge:
+        """Soft pairs among the tokens that would enter this site at inference.
 
         As in ToMe, tokens at even positions may join those at odd ones.
         """
-        number = min(self.site.num_in, metric.shape[1])
-        alive = mass.argsort(dim=1, descending=True, stable=True)[:, :number].sort(dim=1).values
         first, second = alive[:, ::2], alive[:, 1::2]
         unit = torch.nn.functional.normalize(metric, dim=-1)
         sides = [
@@ -95,8 +103,7 @@ class DTEMMerger(Merger):
         scores = sides[0] @ sides[1].mT
         few = min(self.config.neighbours, scores.shape[2])
         best, places = scores.topk(few, dim=2)
-        leaving = min(self.site.num_in - self.site.num_out, first.shape[1])
-        part = continuous_top_k(best, leaving, self.config.temperature**2)
+        part = continuous_top_k(best, min(leaving, first.shape[1]), self.config.temperature**2)
         pairs = torch.zeros_like(scores).scatter(2, places, part.to(scores.dtype))
         n = metric.shape[1]
         rows = pairs.new_zeros(len(pairs), first.shape[1], n)
@@ -104,3 +111,9 @@ class DTEMMerger(Merger):
         moved = rows.new_zeros(len(pairs), n, n)
         moved = moved.scatter(1, first[..., None].expand(-1, -1, n), rows)
         return SoftMerge(moved=moved, mass=mass, num_prefix=self.site.num_prefix)
+
+
+def _heaviest(mass: Float[Tensor, "b n"], number: int) -> Int[Tensor, "b left"]:
+    """The tokens of most mass, in order: at inference only as many are left."""
+    heaviest = mass.argsort(dim=1, descending=True, stable=True)[:, :number]
+    return heaviest.sort(dim=1).values
