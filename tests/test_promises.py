@@ -385,6 +385,7 @@ def test_a_refused_state_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of 0.1.0
 @pytest.mark.parametrize("file", ["events.out", "config.yaml", "curves.png"])
 def test_a_full_disk_is_one_sentence(
     file: str, tmp_path: Path, no_space_for: list[str], capsys: pytest.CaptureFixture[str]

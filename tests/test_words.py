@@ -1,4 +1,8 @@
-"""The same words mean the same in every command: configs, tensors and errors."""
+"""The same words mean the same in every command: configs, tensors and errors.
+
+`calibrate` converts by itself once it searches, and `predict` takes no method: their tests look at
+what they were told and have loaded by then.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +15,15 @@ from torch import nn
 
 import ltm
 from ltm.adapters.planning import Planner
+from ltm.calibration.calibration import Calibration
 from ltm.cli import main
+from ltm.deployment import predictor
 from ltm.models import changed, did_you_mean, method_config, read_value, read_words, split_methods
 from ltm.training.network import method_config as training_config
 from ltm.training.settings import TrainSettings
 
 DATA = "shapes:classes=5,size=48,images=40,val_images=40"
+PICTURE = str(Path(__file__).resolve().parents[1] / "docs" / "images" / "merging.png")
 SMALL = {"depth": 4, "embed_dim": 24, "num_heads": 2}
 ARGUMENTS = ["--model-args", *(f"{name}={value}" for name, value in SMALL.items())]
 
@@ -97,7 +104,7 @@ def test_wrong_words_are_one_sentence(text: str, sentence: str) -> None:
 
 
 class Converting(BaseException):
-    """Raised where a command converts a network, with all it was told."""
+    """Raised where a command converts a network, or has loaded it, with all it was told."""
 
     def __init__(self, model: nn.Module, config: Any) -> None:
         self.model, self.config = model, config
@@ -110,12 +117,20 @@ def converting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     def stop(_: Planner, model: nn.Module, _adapter: Any, config: Any, _size: Any) -> None:
         raise Converting(model, config)
 
+    def search(_: Calibration, model: nn.Module, _images: Any, config: Any, _told: Any) -> None:
+        raise Converting(model, config)
+
+    def run_as_it_is(model: nn.Module, *_: Any, **__: Any) -> None:
+        raise Converting(model, None)
+
     def run(*words: str) -> Converting:
         with pytest.raises(Converting) as stopped:
             main([*words, "--output", str(tmp_path / "out")])
         return stopped.value
 
     monkeypatch.setattr(Planner, "__init__", stop)
+    monkeypatch.setattr(Calibration, "__init__", search)
+    monkeypatch.setattr(predictor, "known_about", run_as_it_is)
     return run
 
 
@@ -140,6 +155,8 @@ def command(name: str, method: str, checkpoint: Path) -> list[str]:
         "compress": ["--method", method, *network, *data, *sized],
         "evaluate": ["--methods", method, *network, *data, *sized],
         "export": ["--method", method, *network, *data, *sized],
+        "calibrate": ["--method", method, *network, *data, *sized, "--budget", "0.7"],
+        "predict": [PICTURE, *network, *sized],
         "visualize": ["--method", method, *network, *sized],
         "benchmark": ["--methods", method, "--models", *network[1:], *sized, "--batch-sizes", "1"],
         "train": [
@@ -154,7 +171,9 @@ def command(name: str, method: str, checkpoint: Path) -> list[str]:
     return [name, *told[name]]
 
 
-COMMANDS = ("compress", "evaluate", "export", "visualize", "benchmark", "train", "finetune")
+COMMANDS = (
+    *("compress", "calibrate", "evaluate", "export", "visualize", "benchmark", "train", "finetune"),
+)
 
 
 @pytest.mark.slow
@@ -166,25 +185,40 @@ def test_every_command_reads_the_same_config_and_the_same_tensors(
     found = [converting(*command(name, f"ltm:{words}", checkpoint)) for words in SAME[:4]]
     assert len({one.config for one in found}) == 1
     assert found[0].config == ltm.LTM(ratio=0.7, sites=(1, 2))
-    for key, value in found[0].model.state_dict().items():
-        torch.testing.assert_close(value.cpu(), average[key], rtol=0, atol=0, msg=key)
+    assert_same(found[0].model, average)
     true = converting(*command(name, "ltm:support=learned,labels=true", checkpoint)).config
     assert true.to_settings()["labels"] == "true"
 
 
+def assert_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value.cpu(), expected[key], rtol=0, atol=0, msg=key)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
+def test_a_network_that_is_only_run_is_the_same(
+    checkpoint: Path, converting: Callable[..., Converting]
+) -> None:
+    average = torch.load(checkpoint, weights_only=True)["state_dict_ema"]
+    assert_same(converting(*command("predict", "", checkpoint)).model, average)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*COMMANDS, "predict"])
 def test_every_command_says_the_same_about_wrong_words(
     name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = {
-        "ltm has no setting wings": command(name, "ltm:wings=2", checkpoint),
-        "ltm: sites is 'a', but must be a whole number": command(name, "ltm:sites=a", checkpoint),
         "nowhere.pth: there is no such file": command(name, "ltm", tmp_path / "nowhere.pth"),
         "model test_vitt is not known to timm; did you mean test_vit": [
             "test_vitt" if word == "test_vit" else word for word in command(name, "ltm", checkpoint)
         ],
     }
+    if name != "predict":  # it takes no method
+        wrong |= {
+            "ltm has no setting wings": command(name, "ltm:wings=2", checkpoint),
+            "ltm: sites is 'a', but must be a whole": command(name, "ltm:sites=a", checkpoint),
+        }
     for sentence, words in wrong.items():
         assert main([*words, "--output", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
@@ -194,7 +228,7 @@ def test_every_command_says_the_same_about_wrong_words(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compress", "evaluate", "export", "train", "finetune"])
+@pytest.mark.parametrize("name", [*COMMANDS, "predict"])
 def test_it_is_said_which_weights_were_taken(
     name: str,
     checkpoint: Path,
@@ -202,5 +236,5 @@ def test_it_is_said_which_weights_were_taken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     converting(*command(name, "ltm", checkpoint))
-    said = capsys.readouterr().out
+    said = "".join(capsys.readouterr())
     assert "the moving average of the weights, entry state_dict_ema of checkpoint.pth" in said

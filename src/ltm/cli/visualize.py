@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ltm.cli.commands import Flat, Inputs
+from ltm.cli.commands import Flat, Inputs, say
 from ltm.files import output_folder
 from ltm.models import ModelSource
 from ltm.report.settings import VisualizeSettings
@@ -37,5 +37,6 @@ def visualize(
     with output_folder(output, overwrite=overwrite):
         from ltm.report import visualization
 
-        for path in visualization.visualize(source, images, settings).save(output):
+        result = visualization.visualize(source, images, settings, say=say)
+        for path in result.save(output):
             print(path)

@@ -30,7 +30,7 @@ from ltm.api.saving import host_arguments
 from ltm.core.cost import meta_copy, meta_images, running_on_meta
 from ltm.detection.settings import Task
 from ltm.methods import MethodConfig
-from ltm.models import check_name, read_weights, saved_config
+from ltm.models import Say, check_name, read_weights, saved_config, silent
 
 Size = tuple[int, int]
 """Height and width."""
@@ -153,14 +153,15 @@ class DetectorConfig(ABC):
     def on(self, pyramid: Pyramid) -> Any:
         """Make the detector on an existing pyramid."""
 
-    def build(self) -> Any:
-        """Make the detector."""
+    def build(self, say: Say = silent) -> Any:
+        """Make the detector; `say` is told which entry of a weights file is used."""
         pyramid = build_pyramid(
             self.backbone,
             image_size=self.padded_size,
             merging=self.merging,
             pretrained=self.pretrained,
             weights=self.weights,
+            say=say,
             **self.maps(),
         )
         return self.on(pyramid)
@@ -225,6 +226,7 @@ def build_pyramid(
     pretrained: bool = False,
     weights: str | None = None,
     restore: bool = True,
+    say: Say = silent,
 ) -> Pyramid:
     """Make a network, converted if `merging` says how, and wrap it as a pyramid.
 
@@ -236,6 +238,7 @@ def build_pyramid(
         pretrained: Load timm's weights.
         weights: Load this file of weights, with timm's keys, instead.
         restore: Resample maps that merging has shrunk to their nominal size.
+        say: Called with a line that says which entry of `weights` is used.
     """
     if Path(backbone).is_dir():
         if merging is not None or pretrained or weights is not None:
@@ -256,7 +259,7 @@ def build_pyramid(
     else:
         places = [levels.index(stride) for stride in _chosen(strides, tuple(levels))]
     if weights is not None:
-        state = read_weights(Path(weights))
+        state = read_weights(Path(weights), say)
         arguments["pretrained_cfg_overlay"] = {"state_dict": state, "custom_load": False}
     network = timm.create_model(
         backbone,

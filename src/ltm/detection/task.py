@@ -159,7 +159,7 @@ class Detection(Task):
         self.config = detector_config(self.settings, self.splits.train.num_classes)
 
     def build(self, say: Say) -> nn.Module:
-        return self.config.build()
+        return self.config.build(say)
 
     def describe(self, model: nn.Module) -> Iterator[str]:
         yield f"{type(model).__name__}: {detector_cost(model)}"

@@ -332,7 +332,7 @@ class _Run:
         torch.manual_seed(self.settings.seed)
         name, size = name_of(source), source.image_size if isinstance(source, ModelSource) else None
         try:
-            loaded = open_model(source, untrained=True)
+            loaded = open_model(source, untrained=True, say=self.say)
         except SizeError as error:
             if size is None or alone:
                 raise

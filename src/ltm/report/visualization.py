@@ -22,7 +22,7 @@ from ltm.core.schedule import Grid
 from ltm.data.config import DataConfig
 from ltm.evaluation.images import expected_images
 from ltm.files import results_in, write_bytes, write_metrics
-from ltm.models import Network, changed, method_config, name_of, open_model
+from ltm.models import Network, Say, changed, method_config, name_of, open_model, silent
 from ltm.processes import local_device
 from ltm.report.curves import display_name
 from ltm.report.pictures import (
@@ -76,6 +76,8 @@ def visualize(
     model: Network,
     images: Sequence[str | Path | Image] = (),
     settings: VisualizeSettings = VisualizeSettings(),
+    *,
+    say: Say = silent,
     **changes: Any,
 ) -> VisualizeResult:
     """Draw which patches merge into which token, and with which weights.
@@ -85,12 +87,13 @@ def visualize(
             is drawn with its own method and schedule.
         images: images, image files and folders; generated pictures if there are none.
         settings: what to draw.
+        say: called with each line of progress.
         changes: fields of the settings to change, such as `sites="all"`.
     """
     settings = changed(settings, changes)
     device = local_device(settings.device)
     named = read_pictures(images, settings.limit) if images else generated_pictures(_PER_SHEET)
-    models = _converted(open_model(model, device, merges=True), settings)
+    models = _converted(open_model(model, device, merges=True, say=say), settings)
     last = list(models.values())[-1]
     spec = expected_images(last, DataConfig())
     targets = _targets(settings.targets, len(named))

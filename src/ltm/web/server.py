@@ -69,11 +69,11 @@ def serve(source: ModelSource, settings: ServeSettings, *, say: Say = silent) ->
     Args:
         source: a network of one's own, which comes first in the list; it may name none.
         settings: what the page offers, and where it listens.
-        say: is told the page's address.
+        say: is told the page's address, and which weights of a file are shown.
     """
     _check_free(settings.host, settings.port)
     began = time.monotonic()
-    networks = {network.name: network for network in _networks(source, settings)}
+    networks = {network.name: network for network in _networks(source, settings, say)}
     with serving(Networks(networks), host=settings.host, port=settings.port) as server:
         say(f"Serving on {server.address} (Ctrl-C ends it)")
         interrupted = server.wait()
@@ -83,7 +83,7 @@ def serve(source: ModelSource, settings: ServeSettings, *, say: Say = silent) ->
     return {**counts, "seconds": seconds, "interrupted": interrupted}
 
 
-def _networks(source: ModelSource, settings: ServeSettings) -> list[ShownNetwork]:
+def _networks(source: ModelSource, settings: ServeSettings, say: Say) -> list[ShownNetwork]:
     if source.run is None and source.model is None:
         refuse_given({**source.given(), **settings.given()}, "the network of the package")
         if not settings.embedded:
@@ -91,7 +91,7 @@ def _networks(source: ModelSource, settings: ServeSettings) -> list[ShownNetwork
                 "embedded is empty, so there is no network to show: name one, or give --run"
             )
         return [embedded_network(name) for name in settings.embedded]
-    own = own_network(source.load(), source, settings)
+    own = own_network(source.load(say=say), source, settings)
     return [own, *(embedded_network(name) for name in settings.embedded)]
 
 
