@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from ltm.api import conversion_of, report
 from ltm.calibration import CalibrateResult, Calibration
 from ltm.cli import main
 from ltm.cli.commands import command_line
-from ltm.compression.compress import Bisection, mixed
+from ltm.compression.compress import Bisection, _halves, mixed
 from ltm.compression.settings import CompressSettings
 from ltm.data.shapes import ShapesClassification
 from ltm.data.transforms import image_spec
@@ -231,6 +232,19 @@ def test_a_schedule_is_calibrated_on_images_set_aside(
     assert "calibrated on 40 images" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_pictures_of_numbered_folders_have_the_names_that_the_network_knows(
+    place: Path, tmp_path: Path
+) -> None:
+    for number, folder in enumerate(sorted((place / "split/val").iterdir())):
+        shutil.copytree(folder, tmp_path / f"{number:04d}")
+    model: Any = make_model()
+    model.pretrained_cfg["label_names"] = ["tench, Tinca tinca", "dog", "cat", "owl", "carp"]
+    found = ltm.compress(
+        model, str(tmp_path), calibrate=False, time=False, bottleneck_images=0, workers=0
+    )
+    assert all("(tench; dog; cat; owl; carp)" in picture.alt for picture in found.illustrations[:2])
+
+
 def test_what_cannot_be_calibrated_keeps_its_schedule_and_says_so(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,6 +279,67 @@ def test_a_ratio_is_chosen_on_half_of_the_images_and_reported_on_the_rest(chosen
     assert metrics["ratio"] == best["ratio"]
     assert metrics["networks"]["ltm"]["share"] == pytest.approx(best["share"])
     assert "Ratios that were tried" in (chosen / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def flat(place: Path) -> Path:
+    """A folder of images without class folders."""
+    folder = place / "flat"
+    folder.mkdir()
+    for path in (place / "whole").rglob("*.png"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unlabelled(place: Path, flat: Path) -> Path:
+    """The folder of a run that chose its ratio on images without labels."""
+    output = place / "unlabelled"
+    options = ["--data", str(flat), "--weights", str(place / "weights.safetensors")]
+    options += ["--ratios", "0.6", "0.8", "--max-loss", "20", "--calibration-trials", "2"]
+    options += ["--compare", "tome", "--forms", "eager", "--time-batches", "1", "--workers", "0"]
+    options += ["--bottleneck-images", "20", "--output", str(output)]
+    assert main(["compress", *WORDS, *options]) == 0
+    return output
+
+
+def test_without_labels_loss_is_disagreement_with_the_original(
+    unlabelled: Path, flat: Path
+) -> None:
+    metrics = read(unlabelled)
+    assert metrics["labelled"] is False
+    networks = {name: network["accuracy"] for name, network in metrics["networks"].items()}
+    assert networks["base"]["top1"] == networks["base"]["agreement"] == 1
+    assert all(known["top1"] == known["agreement"] for known in networks.values())
+    parts = part_images(str(flat), split="val", images=None, calibration_images=256)
+    _, rest = _halves(parts)
+    kept, before, after = rest.evaluation, make_model(), ltm.load(unlabelled)
+    shown = {Path(kept.name(index)).name for index in range(len(kept))}
+    same = [a == b for a, b in zip(*(said(m, flat, shown) for m in (before, after)), strict=True)]
+    assert networks["ltm"]["top1"] == pytest.approx(np.mean(same))
+    for point in metrics["curve"]:
+        share = point["num_changed"] / point["loss"]["num_images"]
+        assert point["loss"]["difference"] == pytest.approx(-share)
+    assert any(point["num_changed"] for point in metrics["curve"])
+    assert len(metrics["networks"]["ltm"]["bottleneck"]) == ARGUMENTS["depth"]
+
+
+def said(model: nn.Module, folder: Path, shown: set[str]) -> list[int]:
+    transform: Any = create_transform((3, 32, 32), interpolation="bicubic", crop_pct=0.9,
+                                      mean=(0.5,) * 3, std=(0.5,) * 3)  # fmt: skip
+    with torch.no_grad():
+        return [
+            int(model(transform(Image.open(folder / name).convert("RGB"))[None]).argmax())
+            for name in sorted(shown)
+        ]
+
+
+def test_documents_of_a_run_without_labels_speak_of_agreement(unlabelled: Path) -> None:
+    told = "The images have no labels, so agreement with the original is measured, not accuracy"
+    for document in ("report.html", "README.md"):
+        text = (unlabelled / document).read_text(encoding="utf-8")
+        assert told in text
+        assert "top-1" not in text.lower()
 
 
 def test_forms_are_timed_against_the_original_in_the_same_form(chosen: Path) -> None:
@@ -354,7 +429,10 @@ def test_a_time_goal_is_approached_by_measuring(monkeypatch: pytest.MonkeyPatch)
 
 BAD = {
     "missing folder": (["--data", "{place}/nowhere"], "no data at {place}/nowhere"),
-    "no classes": (["--data", "{place}/split/val/0-plain-disc"], "has no class folders"),
+    "no labels to train on": (
+        ["--data", "{place}/split/val/0-plain-disc", "--finetune-epochs", "1"],
+        "0-plain-disc has no labels to train on; --tune trains without labels",
+    ),
     "corrupt weights": (["--weights", "{place}/corrupt.safetensors"], "cannot be read"),
     "missing weights": (["--weights", "{place}/none.safetensors"], "there is no such file"),
     "other classes": (["--data", "{place}/fewer"], "has 2 classes, but the model has 5"),

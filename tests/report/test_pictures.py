@@ -11,10 +11,13 @@ from torch import nn
 
 import ltm
 from ltm.core.schedule import Grid
+from ltm.data.images import ImageDataset
+from ltm.data.shapes import ShapesClassification
 from ltm.methods import methods
 from ltm.report.pictures import (
     Scenes,
     choose_target,
+    data_pictures,
     data_uri,
     enlarge,
     figure_bytes,
@@ -35,6 +38,17 @@ from ltm.report.tracing import SiteMap, trace
 def test_pixels_are_what_the_network_sees(scenes: Scenes) -> None:
     back = (scenes.inputs[0] * 127.5 + 127.5).permute(1, 2, 0).round().byte().numpy()
     assert (back == scenes.pixels[0]).all()
+
+
+def test_pictures_of_data_are_named_by_class_as_well_as_it_is_known() -> None:
+    dataset = ShapesClassification("val", 5, 16, 3)
+    first, second, third = dataset.class_names
+    assert [name for name, _ in data_pictures(dataset)] == [first, second, third, first, second]
+    known = ("tench, Tinca tinca", "dog", "great white shark, white shark")
+    named = [name for name, _ in data_pictures(dataset, known)]
+    assert named == ["tench", "dog", "great white shark", "tench", "dog"]
+    unlabelled = ImageDataset(dataset.files, dataset.labels, ())
+    assert [name for name, _ in data_pictures(unlabelled)][:2] == ["image 1", "image 2"]
 
 
 def test_cells_cover_the_image_evenly() -> None:

@@ -82,6 +82,26 @@ def test_the_main_sentence_states_accuracy_and_cost(comparison: Comparison) -> N
     assert "LTMP is not compared: it cannot reach 0.70." in said
 
 
+def test_without_labels_the_sentences_speak_of_agreement(
+    comparison: Comparison, tmp_path: Path
+) -> None:
+    given = dataclasses.replace(comparison, labelled=False)
+    said = verdicts(given)
+    assert said[0] == (
+        "LTM predicts the same class as the original on 74.10% of 2,000 images, at 0.70 of the "
+        "multiply-adds."
+    )
+    assert said[1].startswith("The images have no labels, so agreement with the original is")
+    assert "LTM against ToMe (agreement 73.10 at 0.70): +1.00 points" in " ".join(said)
+    header, base, ltm, _ = table_of(given)
+    assert header[:3] == ["network", "agreement", "labels changed"]
+    assert (base[1], ltm[1]) == ("", "74.10")
+    card = write_card(given, tmp_path).read_text(encoding="utf-8")
+    assert "model-index" not in yaml.safe_load(card.split("---\n")[1])
+    for text in (card, render_report(given), *(shown.alt for shown in curves(given))):
+        assert "top-1" not in text.lower()
+
+
 @pytest.mark.parametrize(
     ("low", "high", "meaning"),
     [

@@ -1,4 +1,4 @@
-"""`ltm compress`: from a trained network and labelled images to a smaller one, with a report."""
+"""`ltm compress`: from a trained network and images to a smaller one, with a report."""
 
 from pathlib import Path
 
@@ -20,8 +20,9 @@ def compress(
 
     1. Converts the network, and chooses where to merge by looking at images without their labels.
     2. Tunes or fine-tunes it if you ask for it, then freezes and saves it.
-    3. Measures accuracy on labelled images and speed on this machine. The original and the methods
-       in --compare are measured on the same images and in the same way.
+    3. Measures accuracy and speed on this machine. The original and the methods in --compare are
+       measured on the same images and in the same way. If the images have no labels, agreement with
+       the original is measured, not accuracy.
     4. Writes report.html, metrics.json and a model card, and recommends a form to deploy.
 
     Ctrl-C stops it and keeps what is done.
@@ -33,8 +34,8 @@ def compress(
     Args:
         source: Which network.
         settings: How to merge, what to choose on images, and what to measure.
-        data: Folder or .zip of class folders, tar shards, hf:NAME, or the word shapes for
-            generated images.
+        data: Folder or .zip of images, in class folders or not, tar shards, hf:NAME, or the word
+            shapes for generated images.
         output: Folder for the network and the report; by default a new one in runs/.
         overwrite: Replace another run's results there.
     """

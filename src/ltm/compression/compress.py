@@ -1,4 +1,4 @@
-"""`ltm.compress`: from a trained network and labelled images to a faster one, with a report.
+"""`ltm.compress`: from a trained network and images to a faster one, with a report.
 
 The stages (convert, calibrate, tune, freeze, measure, draw) each add to one comparison. Ctrl-C may
 stop a run at any of them: the network is saved as soon as there is one, and what was measured is
@@ -183,12 +183,14 @@ def compress(
     """Make a trained network faster, and measure what it gains and loses.
 
     Converts the network, chooses where to merge on images without labels, tunes it if asked to, and
-    freezes it. Then evaluates and times it on labelled images, together with the original and the
-    methods in `compare`. Ctrl-C stops it and keeps what is done. The given network is not changed.
+    freezes it. Then evaluates and times it on other images, together with the original and the
+    methods in `compare`. If the images have no labels, agreement with the original takes the place
+    of accuracy. Ctrl-C stops it and keeps what is done. The given network is not changed.
 
     Args:
         model: a network or its name.
-        data: folder or .zip of class folders, tar shards, hf:NAME, or shapes (generated).
+        data: folder or .zip of images, in class folders or not, tar shards, hf:NAME, or shapes
+            (generated).
         settings: how to merge, what to choose on images, and what to measure.
         folder: where the network is saved as soon as there is one, and where training writes;
             `save` the result to write everything else.
@@ -281,11 +283,14 @@ class _Compression:
         torch.manual_seed(settings.seed)
         base = open_model(model, self.device, merges=True, say=say)
         base = unmerged_copy(base, share_weights=True)
-        check_classes(base, self.images.evaluation.class_names, data)
+        if self.images.labelled:
+            check_classes(base, self.images.evaluation.class_names, data)
+        else:
+            say("The images have no labels, so agreement with the original is measured")
         self.source = source_of(model)
         self.name = name or (name_of(model) if self.source is None else self.source.name)
         self.models: dict[str, nn.Module] = {BASE: base}
-        self.measured = Measurements(self.models, quiet=say is silent)
+        self.measured = self._measurements(self.models)
         self.onnx = OnnxFiles(scratch, self._information)
         self.files: dict[str, bytes] = {}
         self.form: str | None = settings.form
@@ -308,6 +313,10 @@ class _Compression:
         workers = self.settings.workers
         return read_images(self.images.calibration, self.data, self.models[BASE], workers=workers)
 
+    def _measurements(self, models: Mapping[str, nn.Module]) -> Measurements:
+        quiet = self.say is silent
+        return Measurements(models, labelled=self.images.labelled, quiet=quiet)
+
     def _batches(self, dataset: Any) -> Any:
         return load_batches(
             dataset,
@@ -315,6 +324,7 @@ class _Compression:
             self.models[BASE],
             batch_size=self.settings.batch_size,
             workers=self.settings.workers,
+            labelled=self.images.labelled,
             device=self.device,
         )
 
@@ -413,7 +423,10 @@ class _Compression:
         settings = self.settings
         choosing, self.images = _halves(self.images)
         made: dict[str, _Made] = {}
-        tried = Measurements({BASE: self.models[BASE]}, quiet=self.say is silent)
+        tried = self._measurements({BASE: self.models[BASE]})
+        tried.measure_accuracy(self._batches(choosing))
+        # Where there are no labels, the original's predictions take their place.
+        choosing = choosing.with_labels(tried.outputs[BASE].label.numpy())
         search = Bisection(settings.allowed_loss) if not settings.ratios else None
         asked = iter(settings.curve)
         while (ratio := search.ratio if search else next(asked, None)) is not None:
@@ -458,11 +471,11 @@ class _Compression:
         self, choosing: ImageDataset, tried: Measurements, name: str, model: nn.Module
     ) -> float:
         """How many points a network loses on the images to choose on."""
-        one = Measurements({BASE: self.models[BASE], name: model}, quiet=self.say is silent)
-        one.measure_accuracy(self._batches(choosing))
-        tried.outputs |= one.outputs
+        tried.add_accuracy(name, model, self._batches(choosing))
         change = tried.difference(name, BASE).difference
-        self.say(f"At {name} top-1 changes by {points(change)} points on {len(choosing):,} images")
+        measure = "top-1" if self.images.labelled else "agreement"
+        on = f"{len(choosing):,} images"
+        self.say(f"At {name} {measure} changes by {points(change)} points on {on}")
         return -100 * change
 
     def meet_goal(self) -> None:
@@ -528,7 +541,7 @@ class _Compression:
 
     def _information(self, model: nn.Module) -> ModelInformation:
         spec = expected_images(model, DataConfig(source=self.data))
-        return inform(model, class_names=self.class_names, spec=spec)
+        return inform(model, class_names=self.class_names or None, spec=spec)
 
     def _time(
         self, models: Mapping[str, nn.Module], forms: Sequence[str] | None = None
@@ -673,7 +686,8 @@ class _Compression:
         """Draw which patches become one token."""
         base, named = self.models[BASE], self.pictures
         if named is None:
-            named = tuple(data_pictures(self.images.evaluation))
+            labels = self.class_names if self.images.labelled else ()
+            named = tuple(data_pictures(self.images.evaluation, labels))
         block = last_attended_block(self.model)
         if not named or block is None:
             return
@@ -716,6 +730,7 @@ class _Compression:
             lead=self._lead(),
             blocks=() if done is None else block_changes(self.model),
             num_blocks=0 if done is None else done.num_blocks,
+            labelled=self.images.labelled,
             num_classes=len(self.images.evaluation.class_names),
             untrained=done is not None and self._is_untrained(),
             preemptions=self.measured.preemptions,
@@ -898,6 +913,10 @@ def _why_not_calibrated(model: nn.Module, images: Partition) -> str:
 
 def _require_training_images(parts: Partition, data: str) -> ImageDataset:
     """The images on which the best epoch is chosen."""
+    if not parts.labelled:
+        raise ValueError(
+            f"finetune_epochs: {data} has no labels to train on; --tune trains without labels"
+        )
     if parts.calibration is None:
         raise ValueError(
             f"finetune_epochs: it needs calibration images to choose the best epoch on, but "

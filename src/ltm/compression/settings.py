@@ -27,8 +27,9 @@ class CompressSettings:
     ratios: tuple[float, ...] = ()
     """Try these ratios, and keep the fastest network within --max-loss."""
     max_loss: float | None = None
-    """Keep the fastest network that loses at most this many points of top-1. Tries --ratios, or
-    without them four ratios between 0.4 and 1, by bisection. With --ratios alone it is 0.5."""
+    """Keep the fastest network that loses at most this many points of top-1 (on images without
+    labels: of agreement with the original). Tries --ratios, or without them four ratios between 0.4
+    and 1, by bisection. With --ratios alone it is 0.5."""
     speedup: float | None = None
     """Instead of a ratio: the speed-up to reach, in the form to deploy."""
     budget_ms: float | None = None

@@ -194,7 +194,6 @@ def export(
         split=settings.split,
         images=settings.images,
         calibration_images=settings.calibration_images if settings.int8 else 0,
-        labelled=False,
     )
     network = open_model(model, merges=config is not None, say=say)
     if config is not None:
@@ -223,8 +222,7 @@ def export(
                 job.write_int8(recipe, (batch.images for batch in few))
             batches = _batches(job, parts.evaluation, settings)
             loop = Progress("accuracy")
-            labelled = bool(parts.evaluation.class_names)
-            rows = job.measure_int8(batches, labelled=labelled, progress=loop)
+            rows = job.measure_int8(batches, labelled=parts.labelled, progress=loop)
             if loop.interrupted:
                 raise KeyboardInterrupt
         result = ExportResult(

@@ -82,18 +82,17 @@ def evaluate(
     batches: Iterable[Any],
     *,
     original: str | None = None,
+    labelled: bool = True,
     autocast: torch.dtype | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda batches: batches,
 ) -> dict[str, Outputs]:
     """Show every batch of `(images, labels)` to every model, and keep the outputs.
 
-    `original` names the model that the others are compared with. Each of several processes goes
+    `original` names the model that the others are compared with. If images have no labels, its
+    predictions count as right: accuracy is then agreement with it. Each of several processes goes
     through its own batches, and all get the outputs of all.
     """
-    if original is not None and original not in models:
-        raise ValueError(f"original is {original!r}: it must be one of {', '.join(models)}")
-    if not models:
-        raise ValueError("models: there are none; give at least one")
+    _check_models(models, original, labelled=labelled)
     device = next(next(iter(models.values())).parameters()).device
     rows: dict[str, list[Tensor]] = {name: [] for name in models}
     num_images = 0
@@ -107,6 +106,8 @@ def evaluate(
             num_images += len(labels)
             logits = {name: _logits(model, images) for name, model in models.items()}
             reference = None if original is None else logits[original]
+            if reference is not None and not labelled:
+                labels = reference.argmax(1)
             for name, values in logits.items():
                 rows[name].append(_describe(values, labels, reference))
     require_images(num_images, device)
@@ -114,6 +115,15 @@ def evaluate(
         name: _outputs(gather_rows(torch.cat(parts)).cpu(), original is not None)
         for name, parts in rows.items()
     }
+
+
+def _check_models(models: Mapping[str, nn.Module], original: str | None, *, labelled: bool) -> None:
+    if original is not None and original not in models:
+        raise ValueError(f"original is {original!r}: it must be one of {', '.join(models)}")
+    if original is None and not labelled:
+        raise ValueError("original: images without labels need it, to compare the others with")
+    if not models:
+        raise ValueError("models: there are none; give at least one")
 
 
 def _logits(model: nn.Module, images: Tensor) -> Tensor:

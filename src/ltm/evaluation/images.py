@@ -12,7 +12,7 @@ from ltm.api import image_size_of
 from ltm.core.validation import require_least
 from ltm.data.config import DataConfig
 from ltm.data.datasets import open_dataset, refuse_shared
-from ltm.data.images import ImageDataset
+from ltm.data.images import ImageDataset, NoLabelsError
 from ltm.data.loading import evaluation_loader
 from ltm.data.transforms import ImageSpec, image_spec
 from ltm.models import check_classes
@@ -80,18 +80,34 @@ class Partition:
     reason: str = ""
     """Why there are none for calibration."""
 
+    @property
+    def labelled(self) -> bool:
+        """Whether the images to evaluate have labels."""
+        return self.evaluation.num_classes > 0
+
+
+def _open_any_images(source: str, split: str) -> ImageDataset:
+    """Images with their labels if they have any; a single class folder says nothing either."""
+    try:
+        found = open_images(source, split)
+    except NoLabelsError:
+        found = None
+    if found is None or found.num_classes == 1:
+        return open_images(source, split, labelled=False)
+    return found
+
 
 def part_images(
-    source: str, *, split: str, images: int | None, calibration_images: int, labelled: bool = True
+    source: str, *, split: str, images: int | None, calibration_images: int
 ) -> Partition:
-    """Open images and set some aside.
+    """Open images, labelled or not, and set some aside.
 
     Calibration takes them from the training split. If data are not split, it takes at most a third
     of them, and the rest is evaluated.
     """
     require_least("images", images)
     require_least("calibration_images", calibration_images, 0)
-    dataset, calibration, reason = open_images(source, split, labelled=labelled), None, ""
+    dataset, calibration, reason = _open_any_images(source, split), None, ""
     if calibration_images == 0:
         reason = "it is switched off"
     elif dataset.split == "all":
@@ -108,7 +124,7 @@ def part_images(
         raise ValueError("split is train: those images are for calibration; evaluate on others")
     else:
         try:
-            training = open_images(source, "train", labelled=labelled)
+            training = _open_any_images(source, "train")
             refuse_shared(training, dataset, "train", split)
             calibration = training.take(calibration_images)
         except (ValueError, FileNotFoundError) as error:

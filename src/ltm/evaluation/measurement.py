@@ -1,6 +1,7 @@
 """Networks measured side by side on the same images: cost, accuracy, bottleneck, tokens, time.
 
 `Measurements` takes the networks, one of them the base. Each `measure_...` is one pass over images.
+If images have no labels, the base's predictions take their place: accuracy is agreement with it.
 `rows` returns what is known so far, one `Measurement` for each network.
 """
 
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -70,8 +72,10 @@ class Measurements:
     Ctrl-C ends a pass with KeyboardInterrupt, and the images seen so far count.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], *, quiet: bool = True) -> None:
-        self.models, self.quiet = models, quiet
+    def __init__(
+        self, models: Mapping[str, nn.Module], *, labelled: bool = True, quiet: bool = True
+    ) -> None:
+        self.models, self.labelled, self.quiet = models, labelled, quiet
         self.outputs: dict[str, Outputs] = {}
         self.sites: list[SiteBottleneck] = []
         self.tokens: dict[str, dict[int, float]] = {}
@@ -83,10 +87,25 @@ class Measurements:
         self, batches: Iterable[Any], files: Mapping[str, nn.Module] | None = None
     ) -> None:
         """Show all images to all networks, and to exported `files`."""
-        loop = Progress("accuracy", silent=self.quiet)
+        shown = {**self.models, **(files or {})}
+        with self._until_pressed("accuracy") as loop:
+            self.outputs = evaluate(
+                shown, batches, original=BASE, labelled=self.labelled, progress=loop
+            )
+
+    def add_accuracy(self, name: str, model: nn.Module, batches: Iterable[Any]) -> None:
+        """Show the same images to one more network; the original is not shown them again."""
+        with self._until_pressed("accuracy") as loop:
+            found = evaluate({name: model}, batches, progress=loop)[name]
+        agrees = found.prediction == self.outputs[BASE].prediction
+        self.outputs[name] = replace(found, agrees=agrees)
+
+    @contextmanager
+    def _until_pressed(self, title: str) -> Iterator[Progress]:
+        """The progress of a pass over images; Ctrl-C ends it with KeyboardInterrupt."""
+        loop = Progress(title, silent=self.quiet)
         try:
-            shown = {**self.models, **(files or {})}
-            self.outputs = evaluate(shown, batches, original=BASE, progress=loop)
+            yield loop
         except ValueError:
             if not loop.interrupted:  # Otherwise not one batch was done.
                 raise
@@ -97,6 +116,7 @@ class Measurements:
         """Information bottleneck, block by block."""
         loop = Progress("information bottleneck", silent=self.quiet)
         classes = num_classes_of(self.models[BASE])
+        batches = batches if self.labelled else _Answered(batches, self.models[BASE])
         self.sites = measure_bottleneck(self.models, batches, classes, beta=beta, progress=loop)
         if loop.interrupted:
             raise KeyboardInterrupt
@@ -173,6 +193,22 @@ class Measurements:
             bottleneck=tuple(site for site in self.sites if site.model == name),
             note=note,
         )
+
+
+class _Answered:
+    """Batches of images without labels; the predictions of a network take their place."""
+
+    def __init__(self, batches: Any, model: nn.Module) -> None:
+        self._batches, self._model = batches, model
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        weight = next(self._model.parameters())
+        for images, _ in self._batches:
+            yield images, self._model(images.to(weight.device, weight.dtype)).argmax(1)
 
 
 def varies(model: nn.Module) -> bool:

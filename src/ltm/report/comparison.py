@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ltm.api import conversion_of
-from ltm.evaluation.accuracy import PairedDifference, is_at_chance
+from ltm.evaluation.accuracy import Accuracy, PairedDifference, is_at_chance
 from ltm.evaluation.latency import BASE, Timing
 from ltm.evaluation.measurement import Measurement
 from ltm.evaluation.modes import TITLES
@@ -96,6 +96,9 @@ class Comparison:
     """Accuracy of the compressed network less that of each peer, image by image."""
     blocks: tuple[BlockChange, ...] = ()
     num_blocks: int = 0
+    labelled: bool = True
+    """Whether the images have labels. If not, the original's predictions take their place, and
+    what is called accuracy is agreement with the original."""
     num_classes: int = 0
     """Of the evaluated images; 0 where that is not known."""
     untrained: bool = False
@@ -116,6 +119,16 @@ class Comparison:
     def network(self, method: str) -> Measurement | None:
         """The network of a method, if it was measured."""
         return next((n for n in self.networks if n.method == method), None)
+
+    @property
+    def measure(self) -> str:
+        """What is measured on the images."""
+        return "top-1" if self.labelled else "agreement"
+
+    @property
+    def unit(self) -> str:
+        """What a difference is counted in."""
+        return "points" if self.labelled else "points of agreement"
 
     @property
     def base(self) -> Measurement | None:
@@ -218,6 +231,8 @@ def _accuracy(comparison: Comparison) -> list[str]:
         return []
     before, after = base.accuracy.top1, compressed.accuracy.top1
     name = display_name(comparison.method)
+    if not comparison.labelled:
+        return _agreement(name, compressed.accuracy, compressed.share)
     top1 = f"kept {percent(after)} of {percent(before)} top-1"
     if after > before:
         top1 = f"raised top-1 from {percent(before)} to {percent(after)}"
@@ -229,6 +244,20 @@ def _accuracy(comparison: Comparison) -> list[str]:
             f"{_meaning(difference)}."
         )
     return sentences
+
+
+def _agreement(name: str, accuracy: Accuracy, share: float) -> list[str]:
+    """The sentences of `_accuracy` where images have no labels."""
+    low, high = map(percent, accuracy.top1_interval)
+    same = (
+        f"{name} predicts the same class as the original on {percent(accuracy.top1)}% of "
+        f"{accuracy.num_images:,} images, at {share:.2f} of the multiply-adds."
+    )
+    why = (
+        "The images have no labels, so agreement with the original is measured, not accuracy "
+        f"(95% interval {low} to {high})."
+    )
+    return [same, why]
 
 
 def _meaning(difference: PairedDifference) -> str:
@@ -336,7 +365,8 @@ def _choice(comparison: Comparison) -> list[str]:
         else f"none of {len(comparison.curve)} is within {comparison.max_loss:g} points, and this "
         "one loses least"
     )
-    on = f"{chosen.loss.num_images:,} other images ({points(chosen.loss.difference)} points there)"
+    lost = f"{points(chosen.loss.difference)} {comparison.unit} there"
+    on = f"{chosen.loss.num_images:,} other images ({lost})"
     return [f"The ratio of {chosen.ratio:g} was chosen on {on}: {how}."]
 
 
@@ -394,8 +424,10 @@ def _peers(comparison: Comparison) -> list[str]:
         network = comparison.network(peer)
         if network is None or network.accuracy is None:
             continue
+        reached = percent(network.accuracy.top1)
         sentences.append(
-            f"{name} against {display_name(peer)} ({percent(network.accuracy.top1)} at "
+            f"{name} against {display_name(peer)} "
+            f"({reached if comparison.labelled else f'agreement {reached}'} at "
             f"{network.share:.2f}): {_points(difference)}; {_standing(difference, name)}."
         )
     for peer, reason in comparison.left_out.items():
@@ -425,8 +457,8 @@ def _cautions(comparison: Comparison) -> list[str]:
     if accuracy is not None and accuracy.num_images < _FEW_IMAGES:
         low, high = accuracy.top1_interval
         sentences.append(
-            f"Only {accuracy.num_images} images were evaluated: top-1 itself is uncertain by "
-            f"{50 * (high - low):.1f} points either way."
+            f"Only {accuracy.num_images} images were evaluated: {comparison.measure} itself is "
+            f"uncertain by {50 * (high - low):.1f} points either way."
         )
     if comparison.interrupted:
         sentences.append(

@@ -40,8 +40,8 @@ def display_name(method: str) -> str:
     return method if known is None else known.title
 
 
-def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
-    """Top-1 against a cost; points of one method are joined, intervals are drawn as lines."""
+def accuracy_figure(points: Iterable[Point], cost: str, measure: str = "top-1") -> Figure:
+    """Accuracy against a cost; points of one method are joined, intervals are drawn as lines."""
     figure, (axes,) = _canvas()
     by_method: dict[str, list[Point]] = {}
     for point in points:
@@ -64,16 +64,19 @@ def accuracy_figure(points: Iterable[Point], cost: str) -> Figure:
             label=display_name(method),
         )
     axes.set_xlabel(cost)
-    axes.set_ylabel("top-1, per cent")
+    axes.set_ylabel(f"{measure}, per cent")
     axes.margins(x=0.12, y=0.12)
     _legend(axes)
     return figure
 
 
 def ratios_figure(
-    drawn: Sequence[tuple[float, float, float, bool]], allowed: float | None, where: str
+    drawn: Sequence[tuple[float, float, float, bool]],
+    allowed: float | None,
+    where: str,
+    measure: str = "top-1",
 ) -> Figure:
-    """Change of top-1 against time over ratios: `(time, points, ratio, chosen)` of each."""
+    """Change of accuracy against time over ratios: `(time, points, ratio, chosen)` of each."""
     figure, (axes,) = _canvas()
     colour, _ = _OTHERS[0]
     drawn = sorted(drawn)
@@ -88,7 +91,7 @@ def ratios_figure(
     if allowed is not None:
         axes.axhline(-allowed, color="#666666", linestyle="--", linewidth=1.0)
     axes.set_xlabel(f"share of the original's time, {where}")
-    axes.set_ylabel("change of top-1, points")
+    axes.set_ylabel(f"change of {measure}, points")
     axes.margins(x=0.12, y=0.18)
     return figure
 

@@ -88,7 +88,8 @@ def render_report(comparison: Comparison, pictures: Sequence[Illustration] = ())
 def table_of(comparison: Comparison) -> list[list[str]]:
     """The main columns as short text, the header first; empty columns are left out."""
     batches = _batch_sizes(comparison)
-    table = [["network", "top-1", "against original", "labels changed", "GMACs", "share"]]
+    measured = [comparison.measure, "against original", "labels changed"]
+    table = [["network", *measured, "GMACs", "share"]]
     table[0] += [f"batch {batch}" for batch in batches]
     for network in comparison.networks:
         row = _row(network, comparison, batches)
@@ -157,8 +158,8 @@ def curves(comparison: Comparison) -> list[Illustration]:
     measured = [network for network in comparison.networks if network.accuracy is not None]
     found: list[Illustration] = []
     if measured:
-        found.append(_against_macs(measured))
-    found += [_against_time(measured, batch, comparison.form) for batch in _batch_sizes(comparison)]
+        found.append(_against_macs(measured, comparison.measure))
+    found += [_against_time(measured, batch, comparison) for batch in _batch_sizes(comparison)]
     if comparison.curve:
         found.insert(0, _over_ratios(comparison))
     tokens = {network.method: network.tokens for network in comparison.networks if network.tokens}
@@ -182,19 +183,24 @@ def curves(comparison: Comparison) -> list[Illustration]:
                 caption=(
                     "Information bottleneck by block, on "
                     f"{sites[0].num_images:,} images: the loss, and the bound on it. Lower means "
-                    "less about the input and more about the label."
+                    f"less about the input and more about {_label(comparison)}."
                 ),
             )
         )
     return found
 
 
-def _against_macs(networks: Sequence[Measurement]) -> Illustration:
+def _label(comparison: Comparison) -> str:
+    return "the label" if comparison.labelled else "the original's prediction"
+
+
+def _against_macs(networks: Sequence[Measurement], measure: str) -> Illustration:
     drawn = [_point(network, network.gmacs) for network in networks]
+    against = f"{measure.capitalize()} against multiply-adds"
     return Illustration(
-        address=_vector(accuracy_figure(drawn, "GMACs per image")),
-        alt=f"Top-1 against multiply-adds: {_spoken(drawn, 'GMACs')}.",
-        caption="Top-1 against multiply-adds (billions an image); lines are 95% intervals.",
+        address=_vector(accuracy_figure(drawn, "GMACs per image", measure)),
+        alt=f"{against}: {_spoken(drawn, 'GMACs')}.",
+        caption=f"{against} (billions an image); lines are 95% intervals.",
     )
 
 
@@ -227,18 +233,21 @@ def _over_ratios(comparison: Comparison) -> Illustration:
     where = f"{TITLES[timing.mode]}, batches of {timing.batch_size}"
     spoken = "; ".join(f"{ratio:g}: {y:.2f} points at {x:.2f}" for x, y, ratio, _ in drawn)
     return Illustration(
-        address=_vector(ratios_figure(drawn, comparison.max_loss, where)),
+        address=_vector(ratios_figure(drawn, comparison.max_loss, where, comparison.measure)),
         alt=f"Accuracy against time over ratios ({where}): {spoken}.",
         caption=(
-            f"Change of top-1 against measured time ({where}) over the ratios, on the "
-            f"{first.loss.num_images:,} images to choose on. The ring marks the chosen ratio, the "
-            "dashed line the allowed loss."
+            f"Change of {comparison.measure} against measured time ({where}) over the ratios, on "
+            f"the {first.loss.num_images:,} images to choose on. The ring marks the chosen ratio, "
+            "the dashed line the allowed loss."
         ),
     )
 
 
-def _against_time(networks: Sequence[Measurement], batch_size: int, form: str) -> Illustration:
+def _against_time(
+    networks: Sequence[Measurement], batch_size: int, comparison: Comparison
+) -> Illustration:
     """Accuracy against time, as a share of the original's in the same rounds."""
+    form, measure = comparison.form, comparison.measure.capitalize()
     drawn = [
         _point(network, 1 / timing.speedup, (1 / high, 1 / low))
         for network in networks
@@ -246,11 +255,13 @@ def _against_time(networks: Sequence[Measurement], batch_size: int, form: str) -
         for low, high in [timing.speedup_interval or (timing.speedup, timing.speedup)]
     ]
     unit = "of the original's time"
+    cost = f"share {unit}, batches of {batch_size}"
+    figure = accuracy_figure(drawn, cost, comparison.measure)
     return Illustration(
-        address=_vector(accuracy_figure(drawn, f"share {unit}, batches of {batch_size}")),
-        alt=f"Top-1 against time at batch {batch_size}: {_spoken(drawn, unit)}.",
+        address=_vector(figure),
+        alt=f"{measure} against time at batch {batch_size}: {_spoken(drawn, unit)}.",
         caption=(
-            f"Top-1 against measured time in {TITLES[form]}, as a share {unit}, in batches of "
+            f"{measure} against measured time in {TITLES[form]}, as a share {unit}, in batches of "
             f"{batch_size}."
         ),
     )
@@ -285,13 +296,13 @@ def _row(network: Measurement, comparison: Comparison, batches: Sequence[int]) -
     """One network in the headline table, as text."""
     is_base, accuracy, against = network.method == BASE, network.accuracy, network.against_base
     top1 = difference = changed = ""
-    if accuracy is not None:
+    if accuracy is not None and (comparison.labelled or not is_base):
         low, high = accuracy.top1_interval
         top1 = f"{percent(accuracy.top1)} ±{percent((high - low) / 2)}"
         if accuracy.agreement is not None and not is_base:
             number = accuracy.num_images
             changed = _changed(round((1 - accuracy.agreement) * number), number)
-    if against is not None and not is_base:
+    if against is not None and not is_base and comparison.labelled:
         low, high = points(against.low), points(against.high)
         difference = f"{points(against.difference)} ({low} to {high})"
     return {

@@ -93,11 +93,19 @@ def generated_pictures(number: int = NUM_PICTURES) -> list[NamedPicture]:
     ]
 
 
-def data_pictures(dataset: Any) -> list[NamedPicture]:
-    """A few images, evenly spread over a data set, named by their classes."""
+def data_pictures(dataset: Any, class_names: Sequence[str] = ()) -> list[NamedPicture]:
+    """A few images, evenly spread over a data set, named by their classes or by number.
+
+    `class_names` are better names than the data set's own, such as those that a network knows. Of a
+    list of synonyms the first is enough.
+    """
     few = dataset.take(NUM_PICTURES).with_transform(None)
+    names: Sequence[str] = class_names or few.class_names
     items = (few[index] for index in range(len(few)))
-    return [(few.class_names[label], image) for image, label in items]
+    return [
+        (names[int(label)].partition(",")[0] if names else f"image {number}", image)
+        for number, (image, label) in enumerate(items, start=1)
+    ]
 
 
 def prepare(images: Sequence[Image.Image], names: Sequence[str], spec: ImageSpec) -> Scenes:
