@@ -146,8 +146,8 @@ def tuned() -> str:
     seconds = mean(row["tuning"]["seconds"] for row in rows[1:])
     return (
         f"At 40% a calibrated ViT-Ti loses {before:.1f} points. After {seconds:.0f} s of "
-        "distillation from the original on an H200, on\nunlabelled images and with all parameters trained, it "
-        f"loses {mean(after):.1f} ([what each part adds](docs/tuning.md)).\n"
+        "distillation from the original on an H200, on\nunlabelled images and with all parameters "
+        f"trained, it loses {mean(after):.1f} ([what each part adds](docs/tuning.md)).\n"
     )
 
 
