@@ -20,6 +20,7 @@ import torch
 import ltm
 from ltm.cli import main
 from ltm.data.sources import find_parts
+from ltm.deployment import embedding
 from ltm.deployment.export import Export
 from ltm.deployment.tables import Tables
 from many import encoded, pixels, save_network, write_shard, write_shards
@@ -361,32 +362,94 @@ def test_two_processes_write_the_rows_of_one(
     assert json.loads((tmp_path / "metrics.json").read_text())["images"] == 60
 
 
+@pytest.mark.parametrize(
+    ("device", "devices", "resources", "expected"),
+    [
+        ("auto", None, {"CPU": 64.0, "GPU": 4.0}, (4, 1)),
+        ("cuda", None, {"CPU": 64.0, "GPU": 4.0}, (4, 1)),
+        ("cuda", 2, {"CPU": 64.0, "GPU": 4.0}, (2, 1)),
+        ("cpu", None, {"CPU": 64.0, "GPU": 4.0}, (1, 0)),
+        ("auto", 3, {"CPU": 64.0}, (3, 0)),
+        ("auto", None, {"CPU": 64.0}, (1, 0)),
+    ],
+)
+def test_the_gpus_of_a_cluster_count_and_not_those_of_its_head(
+    device: str, devices: int | None, resources: dict[str, float], expected: tuple[int, int]
+) -> None:
+    pytest.importorskip("ray")
+    from ltm.deployment.on_ray import place_actors
+
+    predictor = ltm.BatchPredictor("nowhere", device=device)
+    assert place_actors(predictor, devices, resources) == expected
+
+
+def test_ray_refuses_a_device_that_it_cannot_give() -> None:
+    pytest.importorskip("ray")
+    from ltm.deployment.on_ray import place_actors
+
+    file = ltm.BatchPredictor("model.onnx", "logits")
+    assert place_actors(file, None, {"GPU": 4.0}) == (1, 0), "a file runs on CPUs unless told"
+    assert place_actors(file.on("tensorrt"), None, {"GPU": 4.0}) == (4, 1)
+    for device, sentence in {
+        "cuda": "device is cuda, but no node of the Ray cluster has a GPU",
+        "cuda:1": "device is cuda:1, but Ray deals the GPUs out",
+        "gpu": "device is gpu: on Ray it is one of auto, cpu, cuda",
+    }.items():
+        with pytest.raises(ValueError, match=sentence):
+            place_actors(ltm.BatchPredictor("nowhere", device=device), None, {"CPU": 8.0})
+
+
+def test_the_head_of_a_cluster_needs_no_gpu(network: Path, tmp_path: Path, monkeypatch) -> None:
+    """`--device cuda` was refused there, before any actor was asked for."""
+    jobs: list[embedding.Job] = []
+
+    def run_on_ray(job: embedding.Job, say: Any) -> embedding.EmbedResult:
+        jobs.append(job)
+        return embedding.EmbedResult(
+            folder=tmp_path, images=1, unreadable=0, files=1, skipped=0, seconds=1.0
+        )
+
+    monkeypatch.setattr(embedding, "_run_on_ray", run_on_ray)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ltm.embed(network, tmp_path, tmp_path / "out", ray="auto", device="cuda")
+    (job,) = jobs
+    assert job.predictor.device == "cuda"
+    assert job.known.loaded.device.type == "cpu"
+
+
 RAY = """
 import sys
-from pathlib import Path
-from ltm.deployment.embedding import write_tables
+import ray
+from ltm.deployment import embedding, on_ray
 from ltm.deployment.settings import EmbedSettings
 from many import Deadly
 
-pattern, run, output, marker = sys.argv[1:]
-predictor = Deadly(run, ("embedding", "top5"), device="cpu", batch_size=50)
+def refuse(part):
+    raise AssertionError("the driver has looked into a part")
+
+pattern, run, output, marker, gpus = sys.argv[1:]
+embedding.images_of = on_ray.images_of = refuse  # here; the workers import their own
+ray.init(address="local", num_cpus=2, num_gpus=int(gpus), log_to_driver=False)
+device, devices = ("auto", None) if int(gpus) else ("cpu", 2)
+predictor = Deadly(run, ("embedding", "top5"), device=device, batch_size=50)
 predictor.marker = marker
-settings = EmbedSettings(ray="local", devices=2, batch_size=50)
-print(write_tables(predictor, pattern, output, settings))
+settings = EmbedSettings(ray="local", devices=devices, batch_size=50)
+embedding.write_tables(predictor, pattern, output, settings, say=print)
 """
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kill", ["none", "kill"])
+@pytest.mark.parametrize("kill", ["none", "kill", "gpus"])
 def test_ray_writes_the_rows_of_one_process(kill: str, network: Path, tmp_path: Path) -> None:
-    """2,000 images, two actors; in the second case one of them is killed in the middle."""
+    """2,000 images, two actors; one of them is killed in the middle, or they have Ray's GPUs."""
     pytest.importorskip("ray")
     pattern = write_shards(tmp_path / "shards", 10, 200, broken=(77, 1234))
     ltm.embed(network, pattern, tmp_path / "one", device="cpu", batch_size=50)
     marker = tmp_path / "killed"
-    if kill == "none":
+    if kill != "kill":
         marker.touch()
-    words = [pattern, str(network), str(tmp_path / "two"), str(marker)]
+    gpus = "2" if kill == "gpus" else "0"  # there are none, but Ray believes it
+    words = [pattern, str(network), str(tmp_path / "two"), str(marker), gpus]
     paths = f"{Path(__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
         [sys.executable, "-c", RAY, *words],
@@ -397,6 +460,7 @@ def test_ray_writes_the_rows_of_one_process(kill: str, network: Path, tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     assert marker.exists()
+    assert f"2 actors {'with a GPU each' if kill == 'gpus' else 'on CPUs'}" in done.stdout
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert two.num_rows == 2000
     for name in ("id", "path", "error"):

@@ -132,10 +132,12 @@ def write_tables(
         other_ways="use --resume or --overwrite",
         written=(FOLDER,),
     ):
-        predictor.load(say)
+        # The machine of a Ray driver may have no GPU; it only needs to know the network.
+        known = predictor if settings.ray is None else predictor.on("cpu")
+        known.load(say)
         if is_first() and overwrite and not settings.resume:
             _remove(folder / FOLDER, PATTERN)
-        job = Job(predictor, inputs, folder, settings)
+        job = Job(predictor, known, inputs, folder, settings)
         result = _runner(settings)(job, say)
         if is_first() and not result.interrupted:
             if not result.images and not result.skipped:
@@ -144,6 +146,11 @@ def write_tables(
             counts |= {"folder": None, "images_per_second": round(result.images_per_second, 1)}
             write_metrics(folder, {n: v for n, v in counts.items() if v is not None})
     return result
+
+
+def remove_unfinished(tables: Tables) -> None:
+    """Remove what a run that was killed left behind."""
+    _remove(tables.folder, _LEFT_BY_A_KILL)
 
 
 def _remove(folder: Path, pattern: str) -> None:
@@ -159,18 +166,21 @@ class Job:
     """All that a process needs to know; it can be sent to another process."""
 
     predictor: BatchPredictor
+    """Does the work."""
+    known: BatchPredictor
+    """The same network, loaded in this process; a copy on the CPU if Ray does the work."""
     inputs: tuple[str, ...]
     folder: Path
     settings: Any
 
     def about(self) -> dict[str, Any]:
         """What files say about the run; every process says the same."""
-        loaded = self.predictor.loaded
+        loaded = self.known.loaded
         return {
             "model": loaded.information.model,
             "weights": loaded.identity,
             "outputs": list(loaded.outputs),
-            "top": self.predictor.top,
+            "top": self.known.top,
             "dtype": self.settings.dtype,
             "preprocessing": dataclasses.asdict(loaded.information.spec),
             "merging": loaded.information.token_merging,
@@ -189,17 +199,32 @@ class Chunks:
         self.skipped = self.seen = self.images = 0
 
     def __iter__(self) -> Iterator[Chunk]:
-        size, process = self._job.settings.batch_size, self.process
+        for number, part in self.parts():
+            images = images_of(part)
+            self.seen += 1
+            self.images += len(images)
+            yield from chunks_of(images, number, self._job.settings.batch_size)
+
+    def parts(self) -> Iterator[tuple[int, Part]]:
+        """The parts that are not done yet, by number; nobody has looked into them."""
+        process = self.process
         mine = islice(enumerate(self._job.parts()), process.rank, None, process.world_size)
         for number, part in mine:
             if self._tables.has(number, part):
                 self.skipped += 1
-                continue
-            images = tuple(part.images()) or (_nothing(part),)
-            self.seen += 1
-            self.images += len(images)
-            for first in range(0, len(images), size):
-                yield Chunk(images[first : first + size], number, first, len(images))
+            else:
+                yield number, part
+
+
+def images_of(part: Part) -> tuple[ImageRef, ...]:
+    """The images of a part, or an error in their place."""
+    return tuple(part.images()) or (_nothing(part),)
+
+
+def chunks_of(images: tuple[ImageRef, ...], part: int, size: int) -> Iterator[Chunk]:
+    """The images of a part, so many at a time."""
+    for first in range(0, len(images), size):
+        yield Chunk(images[first : first + size], part, first, len(images))
 
 
 def _nothing(part: Part) -> ImageRef:
@@ -259,7 +284,7 @@ def run_here(job: Job, say: Say, process: Process = ALONE) -> EmbedResult:
     say(f"{predictor!r} on {loaded.device}")
     tables = Tables(job.folder, job.about())
     if is_first():
-        _remove(tables.folder, _LEFT_BY_A_KILL)
+        remove_unfinished(tables)
     gather_objects(None)  # nobody writes before the files are removed
     chunks = Chunks(job, tables, process)
     batches = read_chunks(

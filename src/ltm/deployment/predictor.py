@@ -6,12 +6,13 @@ Ray Data, Dask, Spark and `datasets` can run it; `ltm.embed` and `ltm.predict` d
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -186,6 +187,11 @@ class BatchPredictor:
             return self.submit(batch).result()
 
     @property
+    def is_file(self) -> bool:
+        """Whether the network is an ONNX file."""
+        return isinstance(self.model, Path | str) and Path(self.model).suffix.lower() == ".onnx"
+
+    @property
     def loaded(self) -> Loaded:
         """The network, loaded when it is first asked for."""
         return self.load()
@@ -195,6 +201,12 @@ class BatchPredictor:
         if self._loaded is None:
             self._loaded = self._load(say)
         return self._loaded
+
+    def on(self, device: str) -> Self:
+        """The same predictor for another device, not loaded yet."""
+        other = copy.copy(self)
+        other.device = device
+        return other
 
     def unload(self) -> None:
         """Free the network; the next call loads it again."""
@@ -236,7 +248,7 @@ class BatchPredictor:
         return pixels, errors
 
     def _load(self, say: Say) -> Loaded:
-        if isinstance(self.model, Path | str) and Path(self.model).suffix.lower() == ".onnx":
+        if self.is_file:
             return self._load_file(Path(self.model))
         device = local_device(self.device)
         if device.type == "cuda":
