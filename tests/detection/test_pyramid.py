@@ -119,12 +119,17 @@ def test_a_folder_of_a_converted_model_is_a_backbone(tmp_path: Path) -> None:
         build_pyramid(str(tmp_path), image_size=(64, 64), merging=MERGING)
 
 
-def test_a_file_of_weights_is_loaded(tmp_path: Path) -> None:
+def test_a_file_of_weights_is_loaded_and_its_average_is_named(tmp_path: Path) -> None:
     torch.manual_seed(1)
     donor = timm.create_model("mobilevit_xxs").eval()
     path = tmp_path / "weights.pth"
-    torch.save(donor.state_dict(), path)
-    pyramid = build_pyramid("mobilevit_xxs", (32,), image_size=(64, 64), weights=str(path)).eval()
+    raw = {name: torch.zeros_like(value) for name, value in donor.state_dict().items()}
+    torch.save({"state_dict": raw, "state_dict_ema": donor.state_dict()}, path)
+    said: list[str] = []
+    pyramid = build_pyramid(
+        "mobilevit_xxs", (32,), image_size=(64, 64), weights=str(path), say=said.append
+    ).eval()
+    assert "entry state_dict_ema of weights.pth" in said[0]
     images = torch.rand(1, 3, 64, 64)
     assert torch.allclose(
         pyramid(images)[0], cast("Any", donor).forward_features(images), atol=1e-5
