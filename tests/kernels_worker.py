@@ -294,6 +294,7 @@ def inform(num_classes, images, dtype, autocast=False, num_tokens=40, width=72, 
     step = informed(num_classes, width, **settings)
     tokens = torch.randn(images, num_tokens, width, device=DEVICE) + 1
     size = torch.randint(1, 6, (images, num_tokens), device=DEVICE).float()
+    size[1:, -7:] = 0.0  # padding
     carry = torch.randn(images, num_tokens - k, device=DEVICE)
     expected, weights = weigh(tokens, size, carry, step.step(None), k)
     known = step.to(dtype).step(None).arguments()
@@ -301,7 +302,7 @@ def inform(num_classes, images, dtype, autocast=False, num_tokens=40, width=72, 
         logits, weight = kernels.inform(tokens.to(dtype), size, carry, *known, k)
     return [
         float((logits - expected).abs().max()),
-        float((weight / weights - 1).abs().max()),
+        float((weight / weights - 1)[weights > 0].abs().max()),
     ]
 
 
@@ -311,6 +312,8 @@ def placed(images, k, dtype, prune=False, bare=False, num_leaving=15, **settings
     known = informed(20, 24, **settings).to(dtype).step(None).arguments()
     tokens = (torch.randn(images, 40 + k, 24, device=DEVICE) + 1).to(dtype)
     size = None if bare else torch.randint(1, 6, tokens.shape[:2], device=DEVICE).float()
+    if size is not None:
+        size[1:, -7:] = 0.0  # padding
     carry = None if bare else torch.randn(images, 40, device=DEVICE)
     attention = torch.rand(tokens.shape[:2], device=DEVICE)
     leaving = num_leaving, k, 1.0, 0.5, 1e-4, prune

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from ltm.core.bottleneck import class_membership, negative_entropy, normalise
 from ltm.core.mask_gradient import (
+    Step,
     bound_gradient,
     class_offsets,
     pooled_gradient,
     token_gradient,
+    weigh,
 )
 from paper_gradient import feature_gradient, membership_gradient, psi
 from strategies import betas, sample_bounds, variational
@@ -263,3 +265,23 @@ def test_samples_of_a_batch_do_not_meet() -> None:
     for i in range(5):
         alone = feature_gradient(features[i : i + 1], centroids, costs[i : i + 1], 5.0)
         torch.testing.assert_close(whole[i : i + 1], alone)
+
+
+def test_padding_does_not_change_the_step_of_tokens() -> None:
+    centroids, gain = normalise(torch.randn(3, 8)), torch.ones(1)
+    step = Step(
+        centroids=centroids, offsets=torch.zeros(3), costs=torch.rand(3, 3), beta=5.0, eta=1.0,
+        gain=gain,
+    )  # fmt: skip
+    tokens, size = torch.randn(2, 6, 8), torch.ones(2, 6)
+    alone, _ = weigh(tokens, size, None, step, 1)
+    padded = torch.cat([tokens, torch.full((2, 4, 8), 9.0)], dim=1)
+    found, _ = weigh(padded, torch.nn.functional.pad(size, (0, 4)), None, step, 1)
+    assert alone is not None
+    assert found is not None
+    torch.testing.assert_close(found[:, :5], alone)
+    single = tokens[:, :2].clone().requires_grad_()
+    logits, _ = weigh(single, None, None, step, 1)
+    assert logits is not None
+    (gradient,) = torch.autograd.grad(logits.sum(), single)
+    assert gradient.isfinite().all()

@@ -105,12 +105,24 @@ def _stepped(
     feature = (share[:, None].to(tokens.dtype) @ tokens)[:, 0]
     logits = -pooled_gradient(tokens, step.direction(feature))
     if step.gain is not None:
-        spread = logits.std(dim=1, keepdim=True, correction=0)
-        logits = step.gain * (logits - logits.mean(dim=1, keepdim=True)) / (spread + 1e-6)
+        mean, spread = mean_and_spread(logits, size > 0)
+        logits = step.gain * (logits - mean) / (spread + 1e-6)
     logits = step.eta * logits
     if carry is not None:
         logits = logits + carry
     return logits.clamp(-_MAX_LOGIT, _MAX_LOGIT)
+
+
+def mean_and_spread(
+    values: Float[Tensor, "b n"], counts: Bool[Tensor, "b n"]
+) -> tuple[Float[Tensor, "b 1"], Float[Tensor, "b 1"]]:
+    """The mean of the values that count and their standard deviation; padding does not count."""
+    number = counts.sum(1, keepdim=True).clamp_min(1).to(values.dtype)
+    mean = torch.where(counts, values, 0.0).sum(1, keepdim=True) / number
+    apart = torch.where(counts, values - mean, 0.0)
+    # The gradient of a norm is zero where all values are equal; that of a root is not finite.
+    length = cast("Tensor", torch.linalg.vector_norm(apart, dim=1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
+    return mean, length / number.sqrt()
 
 
 def class_offsets(

@@ -64,8 +64,8 @@ def _assign_kernel(
     )  # fmt: skip
     if STEPS:
         found = step_of(
-            fall + image * n, carry + image * carry_stride, gain, rows, here, everyone, n, eta,
-            HAS_CARRY, HAS_GAIN,
+            fall + image * n, carry + image * carry_stride, gain, sizes + k,
+            rows, here, everyone, n, eta, HAS_CARRY, HAS_GAIN, HAS_SIZE,
         )  # fmt: skip
         tl.store(logits + image * n + rows, found, mask=here)
         share = share * tl.exp(found)

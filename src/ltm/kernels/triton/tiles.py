@@ -256,8 +256,8 @@ def _choose_kernel(
     )  # fmt: skip
     if STEPS:
         found = step_of(
-            fall + image * n, carry + image * carry_stride, gain, patches, patch, patches, n, eta,
-            HAS_CARRY, HAS_GAIN,
+            fall + image * n, carry + image * carry_stride, gain, size + image * size_stride + k,
+            patches, patch, patches, n, eta, HAS_CARRY, HAS_GAIN, HAS_SIZE,
         )  # fmt: skip
         tl.store(logits + image * n + patches, found, mask=patch)
         share = tl.where(patch, share * tl.exp(found), share)

@@ -86,17 +86,23 @@ def _descend_kernel(
 
 @triton.jit
 def step_of(
-    fall, carry, gain, patches, there, everyone, n, eta,
-    HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr,
+    fall, carry, gain, size, patches, there, everyone, n, eta,
+    HAS_CARRY: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The logits of some patches of an image after the step; `everyone` gives mean and spread."""
+    """The logits of some patches of an image after the step; `everyone` gives mean and spread.
+
+    `size` is that of the first patch. Patches of size zero are padding, which does not count.
+    """
     found = tl.load(fall + patches, mask=there, other=0.0)
     if HAS_GAIN:
-        inside = (everyone >= 0) & (everyone < n)
-        all_ = tl.load(fall + everyone, mask=inside, other=0.0)
-        mean = tl.sum(all_, axis=0) / n
-        apart = tl.where(inside, all_ - mean, 0.0)
-        spread = tl.sqrt(tl.sum(apart * apart, axis=0) / n)
+        counts = (everyone >= 0) & (everyone < n)
+        if HAS_SIZE:
+            counts = counts & (tl.load(size + everyone, mask=counts, other=0.0) > 0)
+        number = tl.maximum(tl.sum(counts.to(tl.float32), axis=0), 1.0)
+        all_ = tl.load(fall + everyone, mask=counts, other=0.0)
+        mean = tl.sum(all_, axis=0) / number
+        apart = tl.where(counts, all_ - mean, 0.0)
+        spread = tl.sqrt(tl.sum(apart * apart, axis=0) / number)
         found = tl.load(gain).to(tl.float32) * (found - mean) / (spread + 1e-6)
     found = found * eta
     if HAS_CARRY:
@@ -135,8 +141,8 @@ def _step_kernel(
     inside, patches = everyone < t, everyone - k
     there = inside & (patches >= 0)
     found = step_of(
-        fall + image * n, carry + image * carry_stride, gain, patches, there, patches, n, eta,
-        HAS_CARRY, HAS_GAIN,
+        fall + image * n, carry + image * carry_stride, gain, size + image * size_stride + k,
+        patches, there, patches, n, eta, HAS_CARRY, HAS_GAIN, HAS_SIZE,
     )  # fmt: skip
     tl.store(logits + image * n + patches, found, mask=there)
     counted = tl.full((TOKENS,), 1.0, tl.float32)

@@ -16,13 +16,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ltm.core.mask_gradient import Step, token_gradient, weigh
+from ltm.core.mask_gradient import Step, mean_and_spread, token_gradient, weigh
 from ltm.core.merge import (
     DenseMerge,
     GridMerge,
     Merge,
     kronecker,
     row_normalise,
+    token_sizes,
 )
 from ltm.core.schedule import Grid
 from ltm.core.support import (
@@ -295,8 +296,9 @@ class LearnedMerger(LTMMerger):
             gradient = step.direction(merged.flatten(1))
             change = token_gradient(patches, gradient.reshape(merged.shape))
             if step.gain is not None:
-                spread = change.flatten(1).std(dim=1, correction=0)[:, None, None]
-                change = step.gain * change / (spread + 1e-6)
+                real = token_sizes(tokens, hints.size)[:, k:, None] > 0
+                _, spread = mean_and_spread(change.flatten(1), real.expand_as(change).flatten(1))
+                change = step.gain * change / (spread[..., None] + 1e-6)
             state = (state - step.eta * change).clamp(-8, 8)
             state = state if settings.scope == "sample" else self._shared(state)
         mask = softmax(support, size, state)
