@@ -347,17 +347,27 @@ def method_config(
     from ltm.methods import config_from_dict
     from ltm.methods.base import AMOUNTS
 
+    name, written = _written(text, options)
+    values = {**settings, **written}
+    if not values.keys() & AMOUNTS:
+        values |= {"ratio": ratio} if per_block is None else {"per_block": per_block}
+    return config_from_dict({"method": name, **values})
+
+
+def written_settings(text: str, options: Iterable[str] = ()) -> frozenset[str]:
+    """The names of the settings that a method's text and further words give."""
+    return frozenset(_written(text, options)[1])
+
+
+def _written(text: str, options: Iterable[str]) -> tuple[str, dict[str, Any]]:
+    """The name of a method, and the settings that its alias, its text and further words give."""
     require_method(text)
     name, _, words = text.partition(":")
     if name in _aliases():
         name, meant = _aliases()[name]
         words = f"{meant},{words}" if words else meant
     types = _method_types()[name].settings_types()
-    written = [words] if words else []
-    values = {**settings, **read_words([*written, *options], types, owner=name)}
-    if not values.keys() & AMOUNTS:
-        values |= {"ratio": ratio} if per_block is None else {"per_block": per_block}
-    return config_from_dict({"method": name, **values})
+    return name, read_words([*([words] if words else []), *options], types, owner=name)
 
 
 def _method_types() -> dict[str, type[MethodConfig]]:

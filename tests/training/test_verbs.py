@@ -45,6 +45,28 @@ def test_a_network_of_one_s_own_is_trained_in_place() -> None:
     assert result.settings.model.name == "vit_tiny_patch16_224"
 
 
+def test_a_given_network_merges_as_it_is_asked_to() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32, depth=3)
+    ltm.merge_tokens_(model, ltm.ToMe(ratio=0.9))
+    for asked, match in (
+        ({"method": "ltm", "ratio": 0.8}, "merges tokens with tome, not with ltm; use method=tome"),
+        ({"method": "none"}, "with tome, not with none"),
+        ({"method": "tome", "per_block": 0.8}, r"per_block=None, not 0\.8"),
+        (
+            {"method": "tome", "method_options": ("schedule=decreasing",)},
+            "schedule=constant, not decreasing",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ltm.finetune(model, DATA, unfreeze=("head.*",), **asked, **TINY)
+    result = ltm.finetune(model, DATA, method="tome", ratio=0.8, unfreeze=("head.*",), **TINY)
+    assert conversion_of(model).config == ltm.ToMe(ratio=0.8)
+    assert result.metrics["method"] == "tome"
+    ltm.unmerge_tokens_(model)
+    found = ltm.finetune(model, DATA, method="none", unfreeze=("head.*",), **TINY)
+    assert found.metrics["method"] == "none"
+
+
 def test_a_run_names_the_network_that_it_was_given(tmp_path: Path) -> None:
     model = timm.create_model("deit_tiny_patch16_224", num_classes=3, img_size=32, depth=2)
     settings = FINETUNE["general"]  # whose network is another

@@ -45,6 +45,7 @@ from ltm.training.network import (
     count_classes,
     count_parameters,
     method_config,
+    method_of,
     save_model,
     spec_of,
 )
@@ -305,7 +306,7 @@ class Classification(Task):
         assert isinstance(last, ClassificationRow)
         metrics: dict[str, Any] = {
             "model": self.settings.model.name,
-            "method": self.settings.merge.method,
+            "method": method_of(model),
             "top1": kept.val_top1,
             "loss": kept.val_loss,
             "last_top1": last.val_top1,

@@ -26,7 +26,7 @@ from ltm.evaluation.accuracy import kl_divergence
 from ltm.processes import sum_over_processes
 from ltm.training.classification import Classification
 from ltm.training.fabric import Fabric, in_step
-from ltm.training.network import classes_of_weights, save_model
+from ltm.training.network import classes_of_weights, method_of, save_model
 from ltm.training.task import BatchLoss, EpochRow, Means, Outcome, Panel, Step
 from ltm.training.trainable import without_lora
 
@@ -149,7 +149,7 @@ class Distillation(Classification):
         found = after if improved else before
         metrics: dict[str, Any] = {
             "model": self.settings.model.name,
-            "method": self.settings.merge.method,
+            "method": method_of(model),
             "trainable": self.settings.tune.trainable,
             "kept": "tuned" if improved else "untrained",
             "divergence": found.divergence,

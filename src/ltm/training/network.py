@@ -87,9 +87,51 @@ def classes_of_weights(settings: ModelSettings) -> int:
 
 
 def convert_(model: nn.Module, settings: TrainSettings, method: MethodConfig | None) -> None:
-    """Convert the network for the size of its images, unless it merges tokens already."""
-    if method is not None and not is_merging(model):
+    """Convert the network for the size of its images; one that merges already changes its ratio."""
+    if is_merging(model):
+        keep_merging_(model, settings.merge, method, "model")
+    elif method is not None:
         merge_tokens_(model, method, image_spec(settings.data, model).size)
+
+
+def keep_merging_(
+    model: nn.Module, settings: MergingSettings, method: MethodConfig | None, where: str
+) -> None:
+    """Set the ratio that is asked for; a ValueError if a network merges in another way than that.
+
+    Args:
+        model: a network that merges tokens.
+        settings: how it should merge.
+        method: the config that these settings mean; None for a network without merging.
+        where: what the network is called in error messages.
+    """
+    done = conversion_of(model)
+    if method is None or done.config.name != method.name:
+        raise ValueError(
+            f"{where} merges tokens with {done.config.name}, not with {settings.method}; "
+            f"use method={done.config.name}, or start from the original weights"
+        )
+    for name in sorted(models.written_settings(settings.method, settings.method_options)):
+        has, wanted = (config.to_settings()[name] for config in (done.config, method))
+        if has != wanted:
+            raise ValueError(
+                f"{where} merges tokens with {name}={has}, not {wanted}; start from the original "
+                "weights, or leave the option out"
+            )
+    if done.frozen:
+        raise ValueError(f"{where} is frozen, so it cannot train; use an unfrozen one")
+    if settings.per_block not in (None, done.config.per_block):
+        raise ValueError(
+            f"{where} merges tokens with per_block={done.config.per_block}, not "
+            f"{settings.per_block}; start from the original weights, or give a ratio"
+        )
+    if settings.ratio not in (None, done.config.ratio):
+        set_ratio_(model, settings.ratio)
+
+
+def method_of(model: nn.Module) -> str:
+    """The name of the method that a network merges tokens with; none if it merges none."""
+    return conversion_of(model).config.name if is_merging(model) else "none"
 
 
 def spec_of(settings: TrainSettings, model: nn.Module) -> ImageSpec:
@@ -160,29 +202,7 @@ def _continue_from(
 ) -> Built:
     """Load a token-merging model, and change its ratio and its head if others are asked for."""
     model = load(folder, host)
-    done = conversion_of(model)
-    if method is None or done.config.name != method.name:
-        raise ValueError(
-            f"{folder} holds a model with {done.config.name}, not with {settings.merge.method}; "
-            f"use method={done.config.name}, or start from the original weights"
-        )
-    for name in read_words(settings.merge.method_options, owner="method_options"):
-        has, wanted = (config.to_settings()[name] for config in (done.config, method))
-        if has != wanted:
-            raise ValueError(
-                f"{folder} holds a model with {name}={has}, not {wanted}; start from the original "
-                "weights, or leave the option out"
-            )
-    if done.frozen:
-        raise ValueError(f"{folder} holds a frozen model, which cannot train; use an unfrozen one")
-    per_block, ratio = settings.merge.per_block, settings.merge.ratio
-    if per_block not in (None, done.config.per_block):
-        raise ValueError(
-            f"{folder} holds a model with per_block={done.config.per_block}, not {per_block}; "
-            "start from the original weights, or give a ratio"
-        )
-    if ratio not in (None, done.config.ratio):
-        set_ratio_(model, ratio)
+    keep_merging_(model, settings.merge, method, str(folder))
     if int(getattr(model, "num_classes", 0)) == num_classes:
         return Built(model)
     reset: Any = model
