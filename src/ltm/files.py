@@ -33,8 +33,10 @@ def write_bytes(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         Path(name).chmod(0o644)
         Path(name).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
 
 

@@ -413,7 +413,8 @@ def test_a_model_that_ltm_has_not_written_is_not_replaced(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_saving_replaces_a_model_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", ["json.dumps", "ltm.api.folders.save_tensors", "os.fsync"])
+def test_saving_replaces_a_model_as_a_whole_or_not_at_all(at, tmp_path, monkeypatch):
     """0.1.0 leaves new weights beside the old config where the disk is full."""
     first, images = prepared("vit", ltm.ToMe(per_block=0.9))
     ltm.save(first, tmp_path)
@@ -424,7 +425,7 @@ def test_saving_replaces_a_model_as_a_whole_or_not_at_all(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("json.dumps", full)
+        patch.setattr(at, full)
         with pytest.raises(OSError, match="No space"):
             ltm.save(second, tmp_path)
     with torch.no_grad():
