@@ -252,7 +252,7 @@ def test_who_is_alone_in_a_group_and_the_prefix_stay_exactly_as_they_are():
         ({"operators": ("norm",), "sites": (1,), "support": "learned"}, "support='matching'"),
         (
             {"support": "learnt"},
-            "support: got 'learnt'; it must be 'matching' or 'learned', or None",
+            "support: got 'learnt'; it must be 'matching' or 'learned' or 'by_family', or None",
         ),
         ({"eta": "a"}, "eta: got 'a'; it must be a number"),
         ({"gain": float("nan")}, "gain: got nan; it must be a number"),

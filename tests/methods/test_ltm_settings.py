@@ -8,6 +8,7 @@ import torch
 
 from ltm.methods import LTM, ByFamily, Informative, Learned, Matched, config_from_dict
 from ltm.methods.base import Hints, Site
+from ltm.models import method_config
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,8 @@ def test_old_names_can_be_read_and_replaced() -> None:
         LTM(support=Learned(candidates="all", by_size=False)),
         LTM(sites=(1, 4), counts=(20, 9), support=Matched(operators=("merge", "norm"))),
         LTM(support=ByFamily(matched=Matched(attended=0.0))),
+        LTM(support=ByFamily(matched=Matched(protection=2.0), learned=Learned(candidates="all"))),
+        LTM(support=ByFamily()),
     ],
 )
 def test_files_are_flat_and_come_back(config: LTM) -> None:
@@ -76,6 +79,7 @@ def test_files_are_flat_and_come_back(config: LTM) -> None:
     assert not any(isinstance(value, dict) for value in values.values())
     assert config_from_dict(values) == config
     assert config_from_dict(values, saved=True) == config
+    assert method_config(config.words(), config.ratio) == config
 
 
 def test_uniform_weights_are_none() -> None:

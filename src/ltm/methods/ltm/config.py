@@ -283,7 +283,7 @@ def _fields(part: type[Any]) -> tuple[str, ...]:
     return tuple(entry.name for entry in dataclasses.fields(part))
 
 
-_KINDS = {"matching": Matched, "learned": Learned}
+_KINDS = {"matching": Matched, "learned": Learned, "by_family": ByFamily}
 _FORMS: dict[type[Any], str] = {
     Matched: "support=Matched",
     Learned: "support=Learned",
@@ -296,7 +296,7 @@ _FLAT = frozenset(name for part in _FORMS for name in _fields(part))
 def _flat_types() -> dict[str, Any]:
     """The type of every flat setting."""
     types: dict[str, Any] = {
-        "support": Literal["matching", "learned"] | None,
+        "support": Literal["matching", "learned", "by_family"] | None,
         "weights": Literal["informative", "uniform"],
     }
     for part in _FORMS:
@@ -319,11 +319,17 @@ def _flatten(support: Support | None, weights: Weights) -> dict[str, Any]:
 
 
 def _support_of(settings: Mapping[str, Any]) -> Support | None:
-    """The support that flat settings describe."""
+    """The support that flat settings describe.
+
+    Files of version 0.1.0 may lack the word `support`: then the other settings tell.
+    """
     kind = settings.get("support")
     if kind not in (None, *_KINDS):
-        raise ValueError(f"support: got {kind!r}; it must be 'matching' or 'learned', or None.")
+        words = " or ".join(map(repr, _KINDS))
+        raise ValueError(f"support: got {kind!r}; it must be {words}, or None.")
     matched, learned = _part(Matched, settings), _part(Learned, settings)
+    if kind == "by_family":
+        return ByFamily(matched=matched, learned=learned)
     if kind == "matching" and learned != Learned():
         raise ValueError(
             "support: got 'matching'; space='token', scope='batch', mask_form='letter', "
