@@ -49,11 +49,12 @@ def test_half_precision_weights_are_loaded_strictly_in_float32(host: Any, weight
         assert torch.equal(value, host.state_dict()[name].half().float())
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod."])
 @pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "state_dict_ema"])
 def test_checkpoints_of_others_are_unwrapped(
-    wrapper: str | None, host: Any, tmp_path: Path
+    wrapper: str | None, prefix: str, host: Any, tmp_path: Path
 ) -> None:
-    state = {f"module.{name}": value for name, value in host.state_dict().items()}
+    state = {f"{prefix}{name}": value for name, value in host.state_dict().items()}
     torch.save(state if wrapper is None else {wrapper: state, "epoch": 3}, tmp_path / "a.pth")
     model = load_model("test_vit", weights=tmp_path / "a.pth")
     assert all(torch.equal(v, host.state_dict()[k]) for k, v in model.state_dict().items())

@@ -770,6 +770,8 @@ _ENTRIES = {
     "model": "the weights",
 }
 """The entries of checkpoints that may hold a state dict; averaged weights take precedence."""
+_WRAPPERS = re.compile(r"(module\.|_orig_mod\.)*")
+"""What DistributedDataParallel and torch.compile write before the name of a parameter."""
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _DAMAGED = "the file is damaged, or holds more than tensors; copy it again or save its state dict"
 
@@ -791,8 +793,7 @@ def read_weights(path: Path, say: Say = silent) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in cast("Mapping[str, Any]", stored).items():
         if torch.is_tensor(value):
-            bare = name.removeprefix("module.").removeprefix("_orig_mod.")
-            found[bare] = value.float() if value.is_floating_point() else value
+            found[_WRAPPERS.sub("", name)] = value.float() if value.is_floating_point() else value
     return found
 
 
