@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -158,6 +159,15 @@ def test_a_classifier_names_the_likeliest_classes(exported: Export, tmp_path: Pa
     few.write_text("one\ntwo\n")
     with pytest.raises(ValueError, match="got 2 for a model of 10 classes"):
         BatchPredictor(file, "top5", inputs=InputSettings(class_names=few)).load()
+
+
+def test_arrays_may_be_views(exported: Export) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (2, 48, 48, 3), dtype=np.uint8)
+    predictor = BatchPredictor(exported.folder / "model.onnx", "logits", device="cpu")
+    found, wanted = (predictor({"image": x})["logits"] for x in (frames[..., ::-1], frames))
+    copied = predictor({"image": frames[..., ::-1].copy()})["logits"]
+    assert (found == copied).all()
+    assert (found != wanted).any()
 
 
 def test_a_detector_gives_boxes_above_its_threshold(folder: Path) -> None:

@@ -234,7 +234,11 @@ class BatchPredictor:
         errors: list[str | None] = [error or None for error in known]
         shape = tuple(getattr(contents, "shape", (0,))[1:])
         if shape in ((3, *size), (*size, 3)):
-            ready = contents if isinstance(contents, Tensor) else torch.from_numpy(contents)
+            ready = (
+                contents
+                if isinstance(contents, Tensor)
+                else torch.from_numpy(np.ascontiguousarray(contents))
+            )
             if ready.dtype == torch.uint8:
                 return ready if shape == (3, *size) else ready.permute(0, 3, 1, 2), errors
         prepare = Preparation(self.loaded.information.spec)
