@@ -74,6 +74,26 @@ def test_torchao_makes_the_same_layers_int8(vit: nn.Module, images: Tensor) -> N
         quantise_torch_(nn.Conv2d(3, 3, 1), RECIPES["small"])
 
 
+def test_files_that_are_compared_run_on_the_same_device(
+    vit: nn.Module, tmp_path: Path, exported: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(_: object, path: Path, *__: object) -> Path:
+        path.write_bytes(b"a file")
+        return path
+
+    devices: list[str] = []
+    monkeypatch.setattr(
+        "ltm.deployment.export.OnnxModel", lambda _, device="cpu": devices.append(device) or vit
+    )
+    monkeypatch.setattr("ltm.deployment.export.trace", lambda *_: None)
+    monkeypatch.setattr("ltm.deployment.export.save_onnx", written)
+    monkeypatch.setattr("ltm.deployment.export.quantise_onnx", written)
+    job = Export(vit, tmp_path, exported.information, device="cuda")
+    job.write(("onnx",), torch.zeros(1, 3, 48, 48), batch_sizes=(1,))
+    job.write_int8("dynamic", [])
+    assert devices == ["cuda", "cuda"]
+
+
 def test_accuracy_and_speed_are_measured_against_the_float_file(
     vit: nn.Module, tmp_path: Path, exported: Export, images: Tensor
 ) -> None:

@@ -63,6 +63,7 @@ def test_int8_is_measured_on_a_flat_folder_by_agreement(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"formats": ()}, "formats: there is none"),
+        ({"formats": ("aoti",), "int8": ("accurate",)}, "but formats is aoti; add onnx or program"),
         ({"ratio": 0.5}, "--ratio goes with --method"),
         ({"format": "onnx"}, "format is no setting; did you mean formats"),
     ],

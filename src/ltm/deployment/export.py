@@ -31,7 +31,7 @@ from ltm.deployment.formats import (
 )
 from ltm.deployment.information import ModelInformation, known_about
 from ltm.deployment.int8 import RECIPES, Int8, quantise_onnx, quantise_torch_
-from ltm.deployment.settings import BATCH_SIZES, TOLERANCE, ExportSettings, Format
+from ltm.deployment.settings import BATCH_SIZES, INT8_SOURCES, TOLERANCE, ExportSettings, Format
 from ltm.evaluation import records
 from ltm.evaluation.accuracy import paired_interval
 from ltm.evaluation.images import Partition, part_images
@@ -303,8 +303,8 @@ class Export:
 
     def write_int8(self, recipe: str, calibration: Iterable[Tensor]) -> list[ExportedFile]:
         """Write int8 versions of the ONNX file and the program, where they were written."""
-        sources = ("onnx", "program")
-        for file in [f for f in self.files if f.precision == FLOAT and f.format in sources]:
+        floats = [file for file in self.files if file.precision == FLOAT]
+        for file in [file for file in floats if file.format in INT8_SOURCES]:
             path = self._path(file.format, f".int8-{recipe}")
             runner, number = self._quantise(file.format, path, RECIPES[recipe], calibration)
             self._add(path, file.format, f"int8 {recipe}", runner, num_int8_layers=number)
@@ -374,7 +374,7 @@ class Export:
     ) -> tuple[Classify, int]:
         if kind == "onnx":
             number = quantise_onnx(self._path(kind), path, recipe, calibration)
-            return OnnxModel(path), number
+            return OnnxModel(path, device=self.device), number
         model = copy.deepcopy(self.model)
         number = quantise_torch_(model, recipe)
         traced = trace(model, self.information.spec.size)

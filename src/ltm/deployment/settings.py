@@ -17,6 +17,8 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 TOLERANCE = 1e-3
 BATCH_SIZES = (1, 3, 16)
+INT8_SOURCES: tuple[Format, ...] = ("onnx", "program")
+"""The formats that int8 files are made of; with openvino an ONNX file is written, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,11 @@ class ExportSettings(InputSettings):
         require_least("images", self.images)
         for name in ("calibration_images", "tolerance", "workers"):
             require_least(name, getattr(self, name), 0)
+        if self.int8 and not {*INT8_SOURCES, "openvino"} & {*self.formats}:
+            raise ValueError(
+                f"int8: int8 files are made of onnx files and programs, but formats is "
+                f"{', '.join(self.formats)}; add onnx or program"
+            )
         if self.method is None and self.ratio is not None:
             raise ValueError("--ratio goes with --method: give both, or leave the ratio out")
 
