@@ -1,6 +1,7 @@
 """Calibrated schedules: budgets kept, outputs kept close, the same every time."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -101,6 +102,20 @@ def test_settings_of_the_method_are_chosen_where_they_pay(vit, images):
     merging = copy.deepcopy(vit)
     assert ltm.merge_tokens_(merging, chosen.config).share <= 0.45
     assert divergence(vit, merging, images) == pytest.approx(chosen.divergence, rel=1e-3)
+
+
+def test_all_trials_count_also_those_that_try_settings(vit, images):
+    result = calibrate(vit, images, budget=0.45, settings=QUICK)
+    assert len(result.history) == 60
+    assert {trial.phase for trial in result.history[-6:]} == {"settings"}, "kept back for the best"
+
+
+def test_another_budget_measures_no_sensitivity_again(vit, images):
+    calibration = Calibration(vit, images, None, dataclasses.replace(QUICK, trials=100))
+    calibration.within(0.8)
+    probed = sum(trial.phase == "sensitivity" for trial in calibration.search.history)
+    again = calibration.within(0.8)
+    assert sum(trial.phase == "sensitivity" for trial in again.history) == probed > 0
 
 
 @pytest.mark.parametrize("stop_at", [1, 30])

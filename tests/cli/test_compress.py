@@ -391,8 +391,9 @@ def test_the_code_turns_photos_upright(
     assert error < wrong / 4
 
 
-def test_a_time_goal_is_approached_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With times that follow the multiply-adds exactly, a few rounds meet the goal."""
+@pytest.fixture
+def exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that follow the multiply-adds exactly."""
 
     def exact(
         candidates: list[Candidate], conditions: Conditions, modes: list[str], **_: object
@@ -408,8 +409,15 @@ def test_a_time_goal_is_approached_by_measuring(monkeypatch: pytest.MonkeyPatch)
         return found
 
     monkeypatch.setattr("ltm.evaluation.measurement.measure_latency", exact)
-    quick: dict[str, Any] = {"calibrate": False, "workers": 0, "images": 8, "device": "cpu"}
-    quick |= {"bottleneck_images": 0, "pictures": "generated", "time_batches": (1,)}
+
+
+GOAL: dict[str, Any] = {"workers": 0, "images": 8, "device": "cpu", "bottleneck_images": 0}
+GOAL |= {"pictures": "generated", "time_batches": (1,)}
+
+
+@pytest.mark.usefixtures("exact_times")
+def test_a_time_goal_is_approached_by_measuring() -> None:
+    quick: dict[str, Any] = {**GOAL, "calibrate": False}
     data = "shapes:classes=5,size=32,images=40,val_images=40"
     for goal in ({"speedup": 1.2}, {"budget_ms": 8.7}):
         found = ltm.compress(make_model(), data, forms=("eager",), **goal, **quick)
@@ -425,6 +433,18 @@ def test_a_time_goal_is_approached_by_measuring(monkeypatch: pytest.MonkeyPatch)
     assert "is met" in repr(named)
     missed = ltm.compress(make_model(), data, forms=("eager",), speedup=4.5, **quick)
     assert "is missed by" in repr(missed)
+
+
+@pytest.mark.usefixtures("exact_times")
+def test_the_rounds_of_a_time_goal_share_the_trials() -> None:
+    said: list[str] = []
+    found = ltm.compress(
+        make_model(), "shapes:classes=5,size=32,images=40,val_images=40", speedup=1.3,
+        calibration_trials=60, calibration_images=32, forms=("eager",), say=said.append, **GOAL,
+    )  # fmt: skip
+    assert sum("the goal is" in line for line in said) > 1
+    assert found.comparison.calibration is not None
+    assert 40 < found.comparison.calibration["num_trials"] <= 60
 
 
 BAD = {

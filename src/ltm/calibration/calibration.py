@@ -321,7 +321,7 @@ class Calibration:
                 f"{space.floor:.3f} of its multiply-adds."
             )
         space.budget, space.num_sites = budget, self._num_sites(budget)
-        self.search.forget()
+        self.search.forget(adjusts=self._adjusts)
         self.trials.config = self.config
         default, interrupted = space.default(budget), False
         suits = default is not None and self._suits(default)
@@ -357,9 +357,9 @@ class Calibration:
             if default is not None:
                 values = self.search.gauge(default, is_result=suits)
                 if self._adjusts:
-                    self.search.adjust(default, values)
+                    values = self.search.adjust(default, values)
                     if suits:
-                        self.search.consider(default, "start")
+                        self.search.adopt(default, values)
                 self._start_from(self.space.suited(default))
             for schedule in (*self.space.without_last(), *self.space.starts()):
                 self._start_from(schedule)

@@ -100,6 +100,8 @@ _KICKS = 3
 
 _ADJUSTMENTS = 20
 """How many settings of the method to try on one schedule."""
+_KEPT_BACK = 0.1
+"""At most this share of the trials is kept back, to try settings on the best schedule."""
 
 _Kept = tuple[Any, Any]
 """A block's output, and what is known about its tokens."""
@@ -337,8 +339,10 @@ class Search:
         self.uncalibrated = math.inf
         """The mean divergence of the default schedule, once it was gauged."""
         self._tried: set[Schedule] = set()
+        self._probed: dict[tuple[MethodConfig, Schedule], float] = {}
         self._has_result = False
         self._end = num_trials
+        self._kept_back = 0
         self._random = random.Random(seed)  # noqa: S311 - not for secrets
 
     @property
@@ -346,19 +350,31 @@ class Search:
         """The mean divergence of the best schedule, over all images."""
         return math.inf if self._best_values is None else float(self._best_values.mean())
 
-    def forget(self) -> None:
-        """Start over for another budget; the history stays."""
+    def forget(self, *, adjusts: bool = False) -> None:
+        """Start over for another budget; the history stays.
+
+        If it `adjusts` the best schedule at last, a few trials are kept back for that.
+        """
         self.best, self._best_values, self.uncalibrated = None, None, math.inf
         self._tried.clear()
         self._has_result = False
         self._end = len(self.history) + self.num_trials
+        self._kept_back = min(_ADJUSTMENTS, int(_KEPT_BACK * self.num_trials)) if adjusts else 0
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether as many trials were made as were asked for, but for those kept back."""
+        return len(self.history) >= self._end - self._kept_back
 
     def probe(self, schedule: Schedule) -> float:
         """The divergence on the first batch; the schedule may exceed the budget."""
-        with closing(self.trials.stream(schedule)) as stream:
-            values = next(stream)
-        self._note("sensitivity", schedule, values, is_best=False)
-        return float(values.mean())
+        key = self.trials.config, schedule
+        if key not in self._probed:
+            with closing(self.trials.stream(schedule)) as stream:
+                values = next(stream)
+            self._probed[key] = float(values.mean())
+            self._note("sensitivity", schedule, values, is_best=False)
+        return self._probed[key]
 
     def gauge(self, schedule: Schedule, *, is_result: bool) -> Tensor:
         """Measure the default schedule on all images; `is_result`: it may be the result."""
@@ -375,21 +391,24 @@ class Search:
         `values` are its divergences with the current settings; returns those with the last.
         """
         tried = {self.trials.config}
-        while True:
+        while not self._is_over and len(tried) <= _ADJUSTMENTS:
             fresh = (c for c in self.trials.config.variations() if c not in tried)
-            for config in fresh:
-                tried.add(config)
-                found = self._with_settings(config, schedule, values)
-                if found is not None:
-                    values = found
-                    break
-                if len(tried) > _ADJUSTMENTS:
-                    return values
-            else:
-                return values
+            config = next(fresh, None)
+            if config is None:
+                break
+            tried.add(config)
+            found = self._with_settings(config, schedule, values)
+            values = values if found is None else found
+        return values
+
+    def adopt(self, schedule: Schedule, values: Tensor) -> None:
+        """Make a schedule the best so far; `values` are its divergences."""
+        self._tried.add(schedule)
+        self.best, self._best_values = schedule, values
 
     def adjust_best(self) -> None:
         """Change the method's settings as long as that helps the best schedule."""
+        self._kept_back = 0
         if self.best is not None and self._best_values is not None:
             self._best_values = self.adjust(self.best, self._best_values)
 
@@ -465,11 +484,8 @@ class Search:
         )
         self.history.append(trial)
         self.progress(trial)
-        if phase == "settings":
-            self._end += 1  # not counted among the schedules to try
-            return
         found = self._has_result or self.best is not None
-        if found and len(self.history) >= self._end:
+        if found and self._is_over and phase != "settings":  # those end by themselves
             raise EnoughTrials
 
 

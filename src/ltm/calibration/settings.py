@@ -28,8 +28,8 @@ class CalibrateSettings:
     """Merge in at most this many blocks. By default 4, or 6 for budgets below 0.5; the method's own
     schedule may have more if it is better. Fewer merging blocks run faster."""
     adjust: bool | None = None
-    """Also choose settings of the method, such as LTM's attended and size_power, in up to 40 more
-    trials. By default for budgets below 0.5."""
+    """Also choose settings of the method, such as LTM's attended and size_power. By default for
+    budgets below 0.5."""
     multiple: int | None = None
     """Token counts, prefix included, are multiples of this; by default 8, or 1 for fewer than 64
     tokens."""

@@ -467,6 +467,13 @@ class _Compression:
             each = max(1, half // max(1, total - 1))
             self.calibrator.search.num_trials = each if number else half
 
+    def _spend_half(self, *, is_last: bool) -> None:
+        """Spend half of the trials that are left; the last round takes them all."""
+        if self.calibrator is not None:
+            search = self.calibrator.search
+            left = self.settings.calibration_trials - len(search.history)
+            search.num_trials = max(1, left if is_last else left // 2)
+
     def _loss(
         self, choosing: ImageDataset, tried: Measurements, name: str, model: nn.Module
     ) -> float:
@@ -485,7 +492,8 @@ class _Compression:
         made: dict[float, _Made] = {}
         goal, ratio = None, self.config.ratio
         assert ratio is not None
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
+            self._spend_half(is_last=number == _ROUNDS - 1)
             try:
                 made[ratio] = self._calibrated(ratio)
             except ValueError as error:  # the network cannot do with so few tokens
