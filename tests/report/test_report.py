@@ -301,9 +301,12 @@ def test_the_form_to_run_is_told_with_its_code(comparison: Comparison, tmp_path:
         ({"goal_speedup": 1.23}, "is met: 1.20x."),
         ({"goal_speedup": 1.5}, "at batch 8 is missed by 20%: it came to 1.20x."),
         ({"goal_ms": 50.0}, "The goal of 50 ms in PyTorch at batch 8 is missed by 25%"),
+        ({"goal_speedup": 1.17}, "is met: 1.20x."),
+        ({"goal_speedup": 1.1}, "at batch 8 is exceeded by 9%: it came to 1.20x, so a larger"),
+        ({"goal_ms": 80.0}, "at batch 8 is exceeded by 20%: it came to 66.67 ms, so a larger"),
     ],
 )
-def test_a_goal_is_met_within_3_per_cent_or_missed_by_a_number(
+def test_a_goal_is_met_within_3_per_cent_or_a_number_says_how_near_it_came(
     goals: dict[str, float], sentence: str, comparison: Comparison
 ) -> None:
     assert sentence in " ".join(verdicts(_deployed(comparison, **goals)))

@@ -329,11 +329,11 @@ def _count(number: int) -> str:
 
 
 _NEAR = 0.03
-"""A goal counts as met if it is missed by no more than this share."""
+"""A goal counts as met if the time is off by no more than this share, either way."""
 
 
 def _goal(comparison: Comparison) -> list[str]:
-    """Whether the last measurement meets the goal."""
+    """Whether the last measurement meets the goal, misses it or goes beyond it."""
     timing = comparison.timing_deployed
     if timing is None or timing.milliseconds is None or not timing.speedup:
         return []
@@ -346,11 +346,14 @@ def _goal(comparison: Comparison) -> list[str]:
         reached = comparison.goal_ms / timing.milliseconds
     else:
         return []
-    if reached >= 1 - _NEAR:
-        return [f"The goal of {asked} {where} is met: {came}."]
-    return [
-        f"The goal of {asked} {where} is missed by {percent(1 - reached, 0)}%: it came to {came}."
-    ]
+    off = f"{percent(abs(1 - reached), 0)}%: it came to {came}"
+    if abs(1 - reached) <= _NEAR:
+        said = f"met: {came}"
+    elif reached < 1:
+        said = f"missed by {off}"
+    else:
+        said = f"exceeded by {off}, so a larger --ratio would do"
+    return [f"The goal of {asked} {where} is {said}."]
 
 
 def _choice(comparison: Comparison) -> list[str]:
