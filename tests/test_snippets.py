@@ -195,6 +195,8 @@ RUNNING = [
 
 
 @pytest.mark.parametrize("page", RUNNING, ids=lambda page: str(page.relative_to(ROOT)))
+# docs/convert.md has a block about it.
+@pytest.mark.filterwarnings("ignore:This network gives merged tokens")
 def test_the_blocks_of_a_page_run(page: Path, place: Path) -> None:
     names = stand_ins()
     for number, block in enumerate(blocks(page)):

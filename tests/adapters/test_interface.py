@@ -322,6 +322,7 @@ def test_a_learned_support_leaves_no_token_out_at_other_sizes_and_ratios(name):
     assert num_left_out(model, torch.randn(1, 3, side, side)) == 0
 
 
+@pytest.mark.filterwarnings("ignore:This network gives merged tokens")
 @torch.no_grad()
 def test_a_learned_support_on_an_image_of_another_shape_with_as_many_patches():
     settings = {"embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}

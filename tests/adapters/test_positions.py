@@ -64,6 +64,7 @@ def padded(batch=2, length=36, valid=24):
     }
 
 
+@pytest.mark.filterwarnings("ignore:This network gives merged tokens")
 @pytest.mark.parametrize("method", ["ltm", "ltmp", "tofu", "tome"])
 @pytest.mark.parametrize("name", ["naflex", "naflex_rotary"])
 @torch.no_grad()

@@ -15,6 +15,8 @@ from ltm.methods import methods
 from ltm.methods.frozen import FrozenMerger
 from toys import pictures, size_of, toy
 
+pytestmark = pytest.mark.filterwarnings("ignore:This network gives merged tokens")
+
 
 def converted(name, method="ltm", **settings):
     model = toy(name)

@@ -219,6 +219,40 @@ def test_a_tower_says_once_that_its_tokens_are_merged():
             silent(IMAGES)
 
 
+@pytest.mark.parametrize("name", ["vit_alone", "dinov3", "clip_projected"])
+@torch.no_grad()
+def test_features_of_an_earlier_forward_keep_their_sizes(name):
+    model, images = tower(name), [IMAGES, IMAGES.flip(3)]
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    expected = [ltm.pool_tokens(model, model(x)) for x in images]
+    outputs = [model(x) for x in images]
+    for out, mean in zip(outputs, expected, strict=True):
+        assert torch.equal(ltm.pool_tokens(model, out), mean)
+        assert torch.equal(ltm.pool_tokens(model, out.last_hidden_state), mean)
+        assert (
+            ltm.restore_tokens(model, out).shape[1] == 36 + model.token_merging.sites[0].num_prefix
+        )
+    with pytest.raises(ValueError, match="give features as they were returned"):
+        ltm.pool_tokens(model, outputs[0].last_hidden_state.double())
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "dinov3", "siglip"])
+@torch.no_grad()
+def test_hidden_states_are_pooled_and_restored_each_by_its_own_sizes(name):
+    model = tower(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.8))
+    sites = model.token_merging.sites
+    hidden = model(IMAGES, output_hidden_states=True).hidden_states
+    model(IMAGES.flip(3))
+    prefix, left = sites[0].num_prefix, [x.shape[1] for x in hidden]
+    assert len(set(left)) > 2
+    for x in hidden:
+        whole = ltm.restore_tokens(model, x)
+        assert whole.shape[1] == prefix + 36
+        torch.testing.assert_close(whole[:, prefix:].mean(dim=1), ltm.pool_tokens(model, x))
+    assert torch.equal(ltm.restore_tokens(model, hidden[0]), hidden[0])
+
+
 @pytest.mark.parametrize(
     "name", ["dinov2", "registers", "clip_classes", "siglip", "siglip_classes"]
 )

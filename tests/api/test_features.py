@@ -10,8 +10,10 @@ import ltm
 from toys import pictures, size_of, toy
 
 UNPOOLED = {"num_classes": 0, "global_pool": "", "img_size": 64, "depth": 4}
+QUIET = pytest.mark.filterwarnings("ignore:This network gives merged tokens")
 
 
+@QUIET
 @pytest.mark.parametrize("name", ["pooled", "relative_shared", "beit", "naflex"])
 @torch.no_grad()
 def test_the_mean_of_tokens_is_that_of_the_pool(name):
@@ -23,6 +25,51 @@ def test_the_mean_of_tokens_is_that_of_the_pool(name):
     torch.testing.assert_close(logits, model(images))
 
 
+@QUIET
+@pytest.mark.parametrize("name", ["vit", "pooled"])
+@torch.no_grad()
+def test_copies_of_features_are_those_of_the_last_forward_or_refused(name):
+    """As long as features of an earlier forward are held, they could be theirs."""
+    model, images = toy(name), pictures(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.7))
+    first = model.forward_features(images)
+    expected = ltm.pool_tokens(model, first)
+    torch.testing.assert_close(ltm.pool_tokens(model, first.double()), expected.double())
+    second = model.forward_features(images.flip(3))
+    torch.testing.assert_close(ltm.pool_tokens(model, first), expected)
+    for use in (ltm.pool_tokens, ltm.restore_tokens):
+        with pytest.raises(ValueError, match="give features as they were returned"):
+            use(model, first.double())
+    if name == "pooled":
+        with pytest.raises(ValueError, match="give features as they were returned"):
+            model.forward_head(first.clone())
+    del first
+    expected = ltm.pool_tokens(model, second)
+    torch.testing.assert_close(ltm.pool_tokens(model, second.double()), expected.double())
+
+
+@QUIET
+@torch.no_grad()
+def test_what_a_network_returns_is_taken_and_anything_else_refused_in_one_sentence():
+    model = toy("naflex")
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.7), 48)
+    rows = torch.arange(6)
+    given = {
+        "patches": torch.randn(2, 36, 8 * 8 * 3),
+        "patch_coord": torch.cartesian_prod(rows, rows).expand(2, -1, -1),
+        "patch_valid": (torch.arange(36) < 30).expand(2, -1),
+    }
+    features = model.forward_features(**given)
+    assert isinstance(features, dict)
+    expected = ltm.pool_tokens(model, features["patches"])
+    assert torch.equal(ltm.pool_tokens(model, features), expected)
+    for wrong in (features["patches"].numpy(), (features["patches"],), None, {"logits": 1}):
+        for use in (ltm.pool_tokens, ltm.restore_tokens):
+            with pytest.raises(ValueError, match=r"features: got .* give the tokens"):
+                use(model, wrong)
+
+
+@QUIET
 @torch.no_grad()
 def test_restored_tokens_are_those_of_the_original_where_nothing_merged():
     model, images = toy("vit"), pictures("vit")
@@ -60,6 +107,17 @@ def test_a_network_without_a_pool_says_once_that_its_tokens_are_merged():
         warnings.simplefilter("error")
         model.forward_features(images)
         ltm.gmacs(model)
+
+
+@pytest.mark.parametrize("name", ["pooled", "eva02", "naflex"])
+@torch.no_grad()
+def test_a_network_with_a_pool_says_so_of_features_that_its_own_pool_does_not_get(name):
+    model, images = toy(name), pictures(name)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.7), size_of(name))
+    model(images)  # Warnings are errors: here it says nothing.
+    with pytest.warns(UserWarning, match=r"ltm\.pool_tokens"):
+        model.forward_features(images)
+    model.forward_features(images)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ def small_vit(model: str = "vit_tiny_patch16_224", **options: Any) -> VisionTran
     return vit
 
 
+@pytest.mark.filterwarnings("ignore:This network gives merged tokens")
 @pytest.mark.parametrize("num_leaving", [(1, 1, 1, 1), (6, 6, 6, 6), (12, 7, 0, 3)])
 @pytest.mark.parametrize("kind", PLAIN)
 def test_tome_is_the_published_algorithm(kind: str, num_leaving: tuple[int, ...]) -> None:

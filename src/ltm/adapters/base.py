@@ -88,10 +88,8 @@ class Conversion:
 
     def leaving(self, features: Tensor | None = None) -> Tokens:
         """What is known about these features, or about those of the last forward."""
-        known = None if features is None else self.state.recall(features)
-        if known is not None or not self.sites:
-            return known or Tokens()
-        return self.state.left_by(self.sites[-1].depth - 1)
+        last = self.sites[-1].depth - 1 if self.sites else -1
+        return self.state.left_by(last) if features is None else self.state.known(features, last)
 
 
 class Adapter(ABC):

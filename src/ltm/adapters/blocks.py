@@ -101,6 +101,10 @@ class _Thread(threading.local):
     frame: Frame = field(default_factory=Frame)
     again: Frame = field(default_factory=Frame)
     backward: int = -1
+    returned: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """Features that the network returned and that somebody still holds."""
+    inside: bool = False
+    """Whether the network's own `forward` is running."""
     records: list[Record] | None = None
     labels: Tensor | None = None
 
@@ -243,6 +247,44 @@ class TokenState:
     def recall(self, x: Tensor) -> Tokens | None:
         """What was stored under a tensor."""
         return None if torch.compiler.is_compiling() else self._known.get(x)
+
+    def give(self, features: Tensor, tokens: Tokens) -> None:
+        """Store what is known under features that leave the network."""
+        if not torch.compiler.is_compiling():
+            self._known[features] = self._thread.returned[features] = tokens
+
+    def known(self, features: Tensor, index: int) -> Tokens:
+        """What is known about features: under the tensor itself, else from the last forward.
+
+        Args:
+            features: the tokens that a network returned.
+            index: the block that they left, if nothing is stored under them.
+        """
+        found = self.recall(features)
+        if found is not None or torch.compiler.is_compiling():
+            return found or self.left_by(index)
+        last = [id(tokens) for tokens in self._thread.frame.tokens.values()]
+        if any(id(tokens) not in last for tokens in self._thread.returned.values()):
+            raise ValueError(
+                "features: got a tensor that the network did not return itself, such as a cast "
+                "copy, while you hold features of an earlier forward, so its token sizes are "
+                "unknown; give features as they were returned."
+            )
+        return self.left_by(index)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the network's own `forward` is running in this thread."""
+        return self._thread.inside
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """The network's own `forward` runs inside."""
+        before, self._thread.inside = self._thread.inside, True
+        try:
+            yield
+        finally:
+            self._thread.inside = before
 
     @property
     def watched(self) -> bool:

@@ -39,13 +39,20 @@ class MergingSequenceModel(Resizable):
         """The patch grid of the images; None if each image has its own."""
         return cast("Any", self).patch_embed.dynamic_feat_size(images.shape[-2:])
 
+    def forward(self, x: Any, *args: Any, **options: Any) -> Any:
+        """Timm's own."""
+        if torch.compiler.is_compiling():
+            return super().forward(x, *args, **options)
+        with self._last_slot().state.within():
+            return super().forward(x, *args, **options)
+
     def forward_features(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Timm's own; the pool knows the sizes of these features, even after other forwards."""
         slot = self._last_slot()
         slot.state.open(self._patches(x))
         features = super().forward_features(x, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
         tokens = slot.state.left_by(slot.index)
-        slot.state.remember(self._tokens_in(features), tokens)
+        slot.state.give(self._tokens_in(features), tokens)
         self._warn_of_fewer(tokens)
         return features
 
@@ -54,9 +61,10 @@ class MergingSequenceModel(Resizable):
         return features
 
     def _warn_of_fewer(self, tokens: Tokens) -> None:
-        """Warn once if a network without a pool gives merged tokens."""
+        """Warn once if merged tokens go to the caller, not to the network's own pool."""
         host = cast("Any", self)
-        if not host.global_pool and getattr(host, "attn_pool", None) is None:
+        pools = host.global_pool or getattr(host, "attn_pool", None) is not None
+        if not pools or torch.compiler.is_compiling() or not self._last_slot().state.inside:
             warn_of_fewer(self, tokens)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
@@ -87,7 +95,7 @@ class MergingSequenceModel(Resizable):
     def _sizes(self, x: Tensor) -> Tensor | None:
         """The token sizes of these features, prefix included; None if nothing was merged."""
         slot = self._last_slot()
-        tokens: Tokens = slot.state.recall(x) or slot.state.left_by(slot.index)
+        tokens: Tokens = slot.state.known(x, slot.index)
         size = tokens.size if tokens.merges else None
         return None if size is None or size.shape[1] != x.shape[1] else size
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ltm.api import capture, freeze_, is_merging
+from ltm.api import capture, conversion_of, freeze_, is_merging
 from ltm.core.validation import require_least
 from ltm.data.reading import Preparation, decoded, sentence
 from ltm.data.transforms import ImageSpec
@@ -272,6 +272,7 @@ class BatchPredictor:
         identity = _digest(network)
         if is_merging(network):
             freeze_(network)
+            conversion_of(network).state.has_warned = True  # its own head takes the features
         dtype = _dtype(self.dtype, device)
         if device.type == "cuda":
             use_fast_paths_(network)

@@ -233,14 +233,22 @@ class SizedAttention(Swapped):
 
 
 class GivingTower(Swapped):
-    """A tower; if it was converted by itself, it warns once that its tokens are merged."""
+    """A tower that remembers whose tokens it gives.
+
+    If it was converted by itself, it warns once that they are merged.
+    """
 
     opened: TokenState
     num_layers: int
 
     def forward(self, *args: Any, **options: Any) -> Any:
         outputs = super().forward(*args, **options)
-        warn_of_fewer(self, self.opened.left_by(self.num_layers - 1))
+        state, last = self.opened, self.num_layers - 1
+        state.give(outputs[0], state.left_by(last))
+        for index, x in enumerate(getattr(outputs, "hidden_states", None) or ()):
+            if x is not None:  # Some may be left out.
+                state.give(x, state.left_by(index - 1))
+        warn_of_fewer(self, state.left_by(last))
         return outputs
 
 
