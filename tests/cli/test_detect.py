@@ -112,6 +112,28 @@ def test_results_are_replaced_only_if_asked_for(
     assert main([*call, "--overwrite"]) == 0
 
 
+REFUSED = {
+    ("train", "metrics.json"): "holds a run already",
+    ("evaluate", "metrics.json"): "holds the results of another run",
+    ("predict", "metrics.json"): "holds the results of another run",
+    ("evaluate", "results.json"): "has a results.json, which would be replaced",
+    ("predict", "results.json"): "has a results.json, which would be replaced",
+}
+
+
+@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize(("action", "name"), REFUSED)
+def test_results_of_others_are_refused_before_any_work(
+    command: str, action: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("mine")
+    given = {"train": ["--data", DATA], "evaluate": ["--data", DATA], "predict": [DATA]}[action]
+    run = [] if action == "train" else ["--run", "nowhere"]
+    assert main([command, action, *run, *given, "--output", str(tmp_path)]) == 2
+    assert REFUSED[action, name] in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     options = ["--recipe", "shapes_ssdlite", *SMALL, "--batch-size", "4", "--method", "none"]

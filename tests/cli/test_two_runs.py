@@ -15,6 +15,7 @@ import ltm
 from ltm.api import report
 from ltm.cli import main
 from ltm.evaluation import benchmark
+from ltm.files import output_folder
 from ltm.training.trainer import Trainer
 
 SMALL = {"depth": 3, "embed_dim": 24, "num_heads": 2}
@@ -109,6 +110,42 @@ def test_a_second_run_is_refused_and_the_first_one_stays_whole(
         host = timm.create_model("test_vit", num_classes=5, img_size=48, **SMALL)
         share = report(ltm.load(output, host)).share
         assert share == pytest.approx(metrics["ratio"], abs=0.05)
+
+
+PICTURE = str(Path(__file__).resolve().parents[2] / "docs" / "images" / "merging.png")
+SHAPES = ["--data", "shapes:size=64,images=4,val_images=2,classes=2"]
+HELD = {
+    "predict": ["predict", PICTURE, *NETWORK],
+    "embed": ["embed", PICTURE, *NETWORK],
+    "demo": ["demo", "--no-time"],
+    "serve": ["serve"],
+    "finetune": ["finetune", *TRAIN[1:], "--weights", "nowhere.safetensors"],
+    "benchmark": ["benchmark"],
+    "detect train": ["detect", "train", *SHAPES],
+    "detect evaluate": ["detect", "evaluate", "--run", "nowhere", *SHAPES],
+    "detect predict": ["detect", "predict", "--run", "nowhere", "shapes"],
+    "segment train": ["segment", "train", *SHAPES],
+    "segment evaluate": ["segment", "evaluate", "--run", "nowhere", *SHAPES],
+    "segment predict": ["segment", "predict", "--run", "nowhere", "shapes"],
+    "table": ["table", "scratch"],
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_folder_that_is_held_is_refused_before_any_work(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    call = [*HELD[name], "--output", str(tmp_path)]
+    with output_folder(tmp_path):
+        thread = Thread(target=lambda: codes.append(main(call)))
+        thread.start()
+        thread.join()
+    assert codes == [2]
+    error = capsys.readouterr().err
+    assert f"ltm {name.split(maxsplit=1)[0]}: output {tmp_path} is in use by " in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_in_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
