@@ -41,11 +41,12 @@ def beside(tables: Iterable[tuple[Experiment, Table]], store: Store, scale: str)
         "## The paper beside ours",
         "",
         (
-            f"Scale `{scale}`, written by `ltm table beside` from the saved rows. A claim is a "
-            "difference of two rows: confirmed when our 95% interval (over seeds; where there is "
-            "one, over images or rounds of a race) lies on the paper's side of zero; where the "
-            "paper's own difference is on the other side, when ours is no worse. Percentage "
-            "points have to agree in size, too: within a factor of three."
+            f"Scale `{scale}`, written by `ltm table beside` from the saved rows. Each claim is a "
+            "difference between two rows. It is confirmed if the 95% interval of our difference "
+            "lies on the side of zero that the paper claims. If the paper's own numbers lie on the "
+            "other side, ours must be no worse than they are. A difference in percentage points "
+            "must also have the paper's size, within a factor of three. Intervals are taken over "
+            "seeds; with one seed, over images; for times, over the rounds of timing."
         ),
     ]
     if scale == "smoke":

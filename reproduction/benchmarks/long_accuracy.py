@@ -67,7 +67,11 @@ def main() -> None:
         interval = f"{100 * apart.low:+.2f} to {100 * apart.high:+.2f}"
         points = f"{100 * seen.top1:.2f}", f"{100 * apart.difference:+.2f}"
         lines.append([row["method"], row["ratio"], *points, interval, f"{seen.divergence:.4f}"])
-    page = table(HEAD, lines)
+    page = (
+        f"# Accuracy of {args.model} at {args.size} px\n\nNothing trained, {len(dataset):,} images of "
+        f"`{Path(args.data).name}`, made by `python -m reproduction.benchmarks.long_accuracy`.\n\n"
+        f"{table(HEAD, lines)}"
+    )
     print(page, flush=True)
     if args.output is not None:
         given = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
