@@ -1,4 +1,4 @@
-"""Fine-tune a learned support on a frozen network, and compare with the same support untrained.
+"""Fine-tune a learned support in a network that is not trained; compare with it untrained.
 
     python -m reproduction.benchmarks.training_supports --weights vit_tiny_patch16_224.safetensors \
         --data imagenet-val.zip --output results/training_supports
@@ -122,7 +122,7 @@ def main() -> None:
         rows.append(run_once(options, ratio))
         about = {"settings": plain(options), **machine(None if on_gpu else torch.device("cpu"))}
         heading = (
-            "# A learned support on a frozen ViT-Ti, untrained and fine-tuned\n\n"
+            "# A learned support in a ViT-Ti whose weights stay, untrained and fine-tuned\n\n"
             f"{options.weights.stem}, {options.data.stem}; {options.epochs} epochs of the mask "
             f"modules alone; top-1 (%) and loss on {rows[0]['num_images']:,} held-out images.\n\n"
         )
