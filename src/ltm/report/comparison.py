@@ -265,7 +265,7 @@ def _meaning(difference: PairedDifference) -> str:
         return "a real loss"
     if difference.low > 0:
         return "a real gain"
-    return "no difference that these images can tell from chance"
+    return "too small to tell from chance"
 
 
 def _budget(comparison: Comparison) -> list[str]:
