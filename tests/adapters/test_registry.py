@@ -60,7 +60,7 @@ def page(found: dict[str, tuple[str, str]]) -> str:
         "",
         f"Written by `make registry` with timm {timm.__version__}.",
         "Each name was converted with the default settings, `ltm.LTM()`.",
-        "Transformers of Hugging Face have [a page of their own](transformers.md).",
+        "Hugging Face transformers have [their own page](transformers.md).",
     ]
     for kind in kinds:
         names = [name for name, what in found.items() if what == (kind, "converted")]
