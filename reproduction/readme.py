@@ -201,8 +201,8 @@ def bound() -> str:
         "none, calibrated": "ltm calibrated {} untrained 0",
         "weights: tokens weigh by the bound too": "ltm informative {} untrained 0",
         "weights, gains trained": GAINS,
-        "who leaves: the bound protects, not the attention": "ltm bound decides {} untrained 0",
-        "who leaves: nothing protects": "ltm without protection {} untrained 0",
+        "what leaves: the bound protects, not the attention": "ltm bound decides {} untrained 0",
+        "what leaves: nothing protects": "ltm without protection {} untrained 0",
         "distilled, weights not by the bound": "ltm {} all 0",
         "distilled, the bound in weights and in the loss": "ltm with the bound {} all 0",
     }
