@@ -92,21 +92,6 @@ def numbers() -> str:
     return "\n".join(lines) + "\n"
 
 
-def speed() -> str:
-    """How fast ViT-B is at 0.7 with one image and with 128."""
-    large, tome, one, static = (
-        f"{_compiled(method, batch):.2f}x"
-        for method, batch in (
-            ("ltm-uniform", 128), ("tome", 128), ("ltm-uniform", 1), ("ltm-static", 1)
-        )
-    )  # fmt: skip
-    return _paragraph(
-        "A ViT-B with random weights at 70%, compiled and captured as the original is, runs at "
-        f"{large} of its speed at batch 128 (ToMe at {tome}). With one image it runs at {one}. A "
-        f"static mask, which is one trained pattern for all images, makes that {static}."
-    )
-
-
 def compressed() -> str:
     """What `ltm compress` found on ViT-Ti."""
     run = _read(EXAMPLE)
@@ -126,10 +111,9 @@ def compressed() -> str:
     evaluated = next(iter(run["networks"].values()))["accuracy"]["num_images"]
     chosen, version = run["num_calibration_images"], run["environment"]["packages"]["ltm"]
     said = (
-        f"It set {chosen} of {chosen + evaluated:,} images aside to choose the schedule, and "
-        f'evaluated the other {evaluated:,}. "Same class" is how often a network predicts what the '
-        'original does. "Speed" is that of a batch of 8 in PyTorch on two CPU cores, with version '
-        f"{version}."
+        f"It chose the schedule on {chosen} of {chosen + evaluated:,} images and evaluated the "
+        f'other {evaluated:,}. "Same class": how often a network predicts what the original does. '
+        f'"Speed": a batch of 8, in PyTorch on two CPU cores, version {version}.'
     )
     return "\n".join([*lines, "```", "", _paragraph(said)])
 
@@ -157,7 +141,7 @@ def learning() -> str:
 
 
 def more() -> str:
-    """LTM beside ToMe on other networks, and what helps at the strongest merging of the table."""
+    """Other networks than that of the table, and what helps at its strongest merging."""
     ahead = []
     for path in OTHERS:
         rows = [row for row in _read(path)["rows"] if row["budget"] == 0.7]
@@ -191,7 +175,18 @@ def more() -> str:
         f"that to {mean(after):.2f}: it trained all parameters for {seconds:.0f} s on an H200 "
         "([what each part adds](docs/tuning.md))."
     )
-    return f"{_paragraph(elsewhere)}\n{_paragraph(stronger)}"
+    large, tome, one, static = (
+        f"{_compiled(method, batch):.2f}x"
+        for method, batch in (
+            ("ltm-uniform", 128), ("tome", 128), ("ltm-uniform", 1), ("ltm-static", 1)
+        )
+    )  # fmt: skip
+    larger = (
+        "A ViT-B with random weights at 70%, compiled and captured like the original, runs at "
+        f"{large} of its speed at batch 128 (ToMe at {tome}). With one image it runs at {one}, or "
+        f"at {static} with a static mask, which is one trained pattern for all images."
+    )
+    return "\n".join(map(_paragraph, (elsewhere, stronger, larger)))
 
 
 def bound() -> str:
@@ -268,7 +263,6 @@ def what_merges() -> Figure:
 PARTS = {
     "headline": headline,
     "numbers": numbers,
-    "speed": speed,
     "compressed": compressed,
     "more": more,
     "learning": learning,
