@@ -398,15 +398,7 @@ def test_a_full_disk_is_one_sentence(
 @pytest.mark.exhaustive
 def test_a_disk_that_is_full_at_the_weights_is_one_sentence(tmp_path: Path) -> None:
     """0.1.0 ends in a traceback of safetensors. The disk is a real one, of 32 KB."""
-    disk = tmp_path / "out"
-    disk.mkdir()
-    mount = 'mount -t tmpfs -o size=32k none "$0" && "$@" && ls -A "$0"'
-    on_disk = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(disk)]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*on_disk, "true"], check=False).returncode
-    ):
-        pytest.skip("no small disk can be mounted")
+    on_disk = within.a_disk(tmp_path / "out", "32k")
     call = [sys.executable, "-m", "ltm", *compress(tmp_path), "0.9"]
     done = subprocess.run([*on_disk, *call], check=False, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2

@@ -1,11 +1,15 @@
 """Limits for what may hang, or take all memory. 0.1.0 has all that this needs."""
 
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 
 class TooLongError(BaseException):
@@ -42,3 +46,16 @@ def one_more_gigabyte() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def a_disk(folder: Path, size: str) -> list[str]:
+    """What to write ahead of a command, for which `folder` is then a real disk of this size.
+
+    The names of what is left on the disk are printed at the end.
+    """
+    folder.mkdir()
+    script = f'mount -t tmpfs -o size={size} none "$0" && "$@"; code=$?; ls -A "$0"; exit $code'
+    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(folder)]
+    if shutil.which(words[0]) is None or subprocess.run([*words, "true"], check=False).returncode:
+        pytest.skip("no small disk can be mounted")
+    return words

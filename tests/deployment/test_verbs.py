@@ -1,6 +1,8 @@
 """`ltm.export` and `ltm.predict` from Python: their settings and results."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ import timm
 import torch
 
 import ltm
+import within
 from ltm.data.shapes import example_pictures
+from many import save_network
 
 DATA = "shapes:classes=10,size=48,val_images=20"
 
@@ -84,3 +88,16 @@ def test_shapes_that_stand_in_for_images_leave_the_crop_as_the_network_has_it(
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **arguments).eval()
     result = ltm.export(model, tmp_path, batch_sizes=(1,), **data)
     assert result.information.spec.crop_ratio == crop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["program", "onnx"])
+def test_a_full_disk_is_one_sentence(kind: str, tmp_path: Path) -> None:
+    """torch ends the process if there is no space for a program that it writes itself."""
+    call = ["export", "--run", str(save_network(tmp_path / "run")), "--formats", kind]
+    disk = tmp_path / "out"
+    words = [*within.a_disk(disk, "32k"), sys.executable, "-m", "ltm", *call, "--output", str(disk)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ltm export: no space left")
+    assert done.stderr.count("\n") == 1

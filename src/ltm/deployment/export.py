@@ -27,6 +27,7 @@ from ltm.deployment.formats import (
     save_onnx,
     save_openvino,
     save_package,
+    save_program,
     trace,
 )
 from ltm.deployment.information import ModelInformation, known_about
@@ -356,7 +357,7 @@ class Export:
 
     def _write(self, kind: Format, traced: ExportedProgram) -> Classify:
         if kind == "program":
-            torch.export.save(traced, self._path(kind))
+            save_program(traced, self._path(kind))
             return traced.module()
         if kind == "onnx":
             path = save_onnx(traced, self._path(kind), self.information)
@@ -378,7 +379,7 @@ class Export:
         model = copy.deepcopy(self.model)
         number = quantise_torch_(model, recipe)
         traced = trace(model, self.information.spec.size)
-        torch.export.save(traced, path)
+        save_program(traced, path)
         return traced.module(), number
 
     def _add(

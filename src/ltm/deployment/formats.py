@@ -2,7 +2,7 @@
 
 | format | written by | run by |
 |---|---|---|
-| torch.export program, `.pt2` | `torch.export.save` | `torch.export.load`, which unpickles |
+| torch.export program, `.pt2` | `save_program` | `torch.export.load`, which unpickles |
 | ONNX, `.onnx` | `save_onnx` | `evaluation.modes.OnnxModel` |
 | OpenVINO, `.xml` and `.bin` | `save_openvino`, from an ONNX file | `OpenVinoModel` |
 | AOTInductor package, `.aoti.pt2` | `save_package` | `PackagedModel` |
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import io
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from ltm.deployment.information import ModelInformation
 from ltm.deployment.settings import Format
 from ltm.evaluation.modes import OnnxModel, to_onnx
 from ltm.extras import require
+from ltm.files import write_bytes
 from ltm.methods.base import Decision
 
 SUFFIXES: dict[Format, str] = {
@@ -105,6 +107,17 @@ def _matching_few_tokens(model: nn.Module) -> Iterator[None]:
         )
 
 
+def save_program(program: ExportedProgram, path: Path) -> Path:
+    """Write a traced network for `torch.export.load`.
+
+    torch makes the archive in memory: its writer of files ends the process if the disk is full.
+    """
+    archive = io.BytesIO()
+    torch.export.save(program, archive)
+    write_bytes(path, archive.getvalue())
+    return path
+
+
 def save_onnx(program: ExportedProgram, path: Path, information: ModelInformation) -> Path:
     """Write a traced network as ONNX; its metadata say how images are prepared."""
     require("onnx")
@@ -173,8 +186,13 @@ class OpenVinoModel:
 
 
 def save_package(program: ExportedProgram, path: Path) -> Path:
-    """Compile a traced network for the device that it was traced on: C++ in a file, no Python."""
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))  # noqa: SLF001
+    """Compile a traced network for the device that it was traced on: C++ in a file, no Python.
+
+    torch makes the archive in memory, as in `save_program`.
+    """
+    archive = io.BytesIO()
+    torch._inductor.aoti_compile_and_package(program, package_path=archive)  # noqa: SLF001
+    write_bytes(path, archive.getvalue())
     return path
 
 
