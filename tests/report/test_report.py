@@ -1,6 +1,7 @@
 """The report: honest sentences, nothing fetched, everything escaped."""
 
 import dataclasses
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -14,7 +15,13 @@ from ltm.evaluation.accuracy import PairedDifference
 from ltm.evaluation.measurement import Measurement
 from ltm.evaluation.records import percent, points
 from ltm.report.comparison import BlockChange, Comparison, CurvePoint, Deployment, verdicts
-from ltm.report.curves import Point, accuracy_figure, bottleneck_figure, tokens_figure
+from ltm.report.curves import (
+    Point,
+    accuracy_figure,
+    bottleneck_figure,
+    ratios_figure,
+    tokens_figure,
+)
 from ltm.report.documents import (
     Illustration,
     curves,
@@ -353,6 +360,24 @@ def test_halves_are_rounded_up_and_zero_has_no_sign(
 ) -> None:
     assert percent(abs(share)) == percentage
     assert points(share) == difference
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        # A bisection ends with ratios that are close together.
+        [(0.8, -0.2, 0.7, False), (0.75, -0.45, 0.66, False), (0.74, -0.5, 0.62, True)],
+        [(0.98, -0.02, 0.85, False), (0.985, -0.05, 0.7, False), (0.97, 0.0, 0.55, True)],
+        [(1.01, 0.01, 0.85, False), (1.0, -0.01, 0.7, True), (0.99, 0.0, 0.55, False)],
+    ],
+)
+def test_the_names_of_ratios_do_not_overlap(drawn: list[tuple[float, float, float, bool]]) -> None:
+    axes = ratios_figure(drawn, 0.5, "PyTorch, batches of 1").axes[0]
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert {text.get_text() for text in axes.texts} == {"original", *(f"{d[2]:g}" for d in drawn)}
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    points = axes.transData.transform([(1.0, 0.0), *(d[:2] for d in drawn)])
+    assert not any(box.contains(*point) for box in boxes for point in points)
 
 
 def test_curves_show_every_network(comparison: Comparison) -> None:

@@ -1,38 +1,32 @@
 """The page in a real browser: upload, slide, click, read."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browsing import contrast, ground, overlaps, running_browser
 from serving import Served
 
 pytestmark = pytest.mark.slow
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT = 60_000
+ELEMENTS = "h1, h2, p, label, input, dt, dd, #summary span, #layers td, #layers th"
 
 
 @pytest.fixture(scope="session")  # asked for before a server is started
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
+    with running_browser() as found:
+        yield found
 
 
 class Visit:
     """A page, and all that it complains about or asks others for."""
 
-    def __init__(self, browser: Any, served: Served, width: int) -> None:
-        self.page = browser.new_page(viewport={"width": width, "height": 900})
+    def __init__(self, browser: Any, served: Served, width: int, scheme: str = "light") -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.page.set_default_timeout(TIMEOUT)
         self.complaints: list[str] = []
         self.strangers: list[str] = []
@@ -135,4 +129,30 @@ def test_refusals_are_read_and_another_method_is_chosen(
     visit.wait_for_change("groups", groups)
     assert page.locator("#layers tbody tr").count() == 6
     assert visit.complaints == []
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_overlaps_scrolls_sideways_or_fades(
+    browser: Any, served: Served, width: int, scheme: str
+) -> None:
+    visit = Visit(browser, served, width, scheme)
+    page = visit.page
+    page.locator("#after h2").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert overlaps(page, ELEMENTS) == []
+    assert (ground(page) < 0.1) == (scheme == "dark")
+    for name in (
+        "h1",
+        "p",
+        "#summary b",
+        "#caption p",
+        "#layers td",
+        "#ratio label span",
+        "#after h2",
+    ):
+        assert contrast(page, name) >= 4.5, f"{name} is hard to read"
+    block = page.locator("#block input[type=range]")
+    assert 0 < int(block.input_value()) < int(block.get_attribute("max")), "not the blurriest"
     page.close()

@@ -1,5 +1,6 @@
 """What the page knows about a picture, on the networks that come with the package."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,10 @@ def test_the_token_under_a_click_is_the_one_described(networks: Networks) -> Non
     )
     height, width = draw_groups(seen, 5).shape[:2]
     point = share_of(seen, width - 1, height // 2)
-    assert "the patch in row 15, column 28" in draw_token(seen, 5, point).caption
+    said = draw_token(seen, 5, point).caption
+    assert "the patch in row 15, column 28" in said
+    least, most = map(float, re.findall(r"([\d.]+)%", said))
+    assert least < most
     weights = seen.tokens[5].of_target(0, (14, 27))
     assert weights[14, 27] > 0
     torch.testing.assert_close(float(weights.sum()), 1.0, atol=1e-4, rtol=0)
@@ -122,7 +126,8 @@ def test_a_saved_network_moves_with_the_ratio(networks: Networks, tmp_path: Path
     handlers = Handlers(Networks({"own": own}), ())
     path = tmp_path / "picture.png"
     example_pictures(1)[0].image.save(path)
-    assert handlers.ratio_of("own", "as saved", 0.9) == pytest.approx(0.6, abs=0.02)
+    assert handlers.ratio_of("own", "as saved", 0.9) == round(own.saved_share, 2)
+    assert own.saved_share == pytest.approx(0.6, abs=0.02)
     assert handlers.ratio_of("own", "ToMe", 0.9) == 0.9
     assert handlers.look_at_ratio(path, "own", "ToMe", 0.8, 1, None)[0] == "ToMe"
     assert handlers.look_at_ratio(path, "own", "as saved", 0.8, 1, None)[0] == "LTM"

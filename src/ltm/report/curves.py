@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
 
 from ltm.evaluation.bottleneck import SiteBottleneck
 from ltm.evaluation.latency import BASE
@@ -17,6 +19,8 @@ from ltm.methods import methods
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito); markers say it again.
 _ORIGINAL = ("#222222", "s")
+_BESIDE = ((6, -12), (6, 6), (-6, 6), (-6, -12), (12, -3), (-12, -3), (6, 16), (6, -22))
+"""Where the name of a point may stand, in typographic points; the first is the usual place."""
 _OTHERS = (("#e69f00", "P"), ("#56b4e9", "X"), ("#999933", "*"))
 
 
@@ -81,11 +85,9 @@ def ratios_figure(
     colour, _ = _OTHERS[0]
     drawn = sorted(drawn)
     times, changes = [1.0, *(d[0] for d in drawn[::-1])], [0.0, *(d[1] for d in drawn[::-1])]
-    axes.plot(times, changes, color=colour, marker="o", markersize=5, linewidth=1.4)
+    (curve,) = axes.plot(times, changes, color=colour, marker="o", markersize=5, linewidth=1.4)
     axes.plot(1.0, 0.0, color=_ORIGINAL[0], marker=_ORIGINAL[1], markersize=7)
-    axes.annotate("original", (1.0, 0.0), xytext=(-4, 7), textcoords="offset points", ha="right")
-    for time, change, ratio, chosen in drawn:
-        axes.annotate(f"{ratio:g}", (time, change), xytext=(6, -12), textcoords="offset points")
+    for time, change, _, chosen in drawn:
         if chosen:
             axes.plot(time, change, "o", markersize=13, markerfacecolor="none", color="#222222")
     if allowed is not None:
@@ -93,7 +95,39 @@ def ratios_figure(
     axes.set_xlabel(f"share of the original's time, {where}")
     axes.set_ylabel(f"change of {measure}, points")
     axes.margins(x=0.12, y=0.18)
+    names = {(time, change): f"{ratio:g}" for time, change, ratio, _ in drawn}
+    _name_points(figure, curve, {(1.0, 0.0): "original", **names})
     return figure
+
+
+def _name_points(figure: Figure, curve: Line2D, names: Mapping[tuple[float, float], str]) -> None:
+    """Write a name beside each point of a curve, so that it hides no point and no other name."""
+    figure.draw_without_rendering()  # it settles where points are
+    axes = figure.axes[0]
+    centres = axes.transData.transform(list(names))
+    taken = [Bbox.from_extents(*(centre - 8), *(centre + 8)) for centre in centres]
+    line, inside = curve.get_path().transformed(axes.transData), axes.get_window_extent()
+
+    def disturbs(box: Bbox) -> tuple[int, bool, bool]:
+        outside = not (inside.containsx(box.x0) and inside.containsx(box.x1))
+        return box.count_overlaps(taken), outside, bool(line.intersects_bbox(box, filled=False))
+
+    for point, name in names.items():
+        options = [
+            axes.annotate(
+                name,
+                point,
+                xytext=(right, up),
+                textcoords="offset points",
+                ha="left" if right > 0 else "right",
+            )
+            for right, up in _BESIDE
+        ]
+        best = min(options, key=lambda option: disturbs(Bbox(option.get_window_extent())))
+        taken.append(best.get_window_extent())
+        for option in options:
+            if option is not best:
+                option.remove()
 
 
 def tokens_figure(tokens: Mapping[str, Mapping[int, float]]) -> Figure:

@@ -109,8 +109,8 @@ class Handlers:
         return method, *self.look(path, name, method, ratio, block, point)
 
     def ratio_of(self, name: str, method: str, ratio: float) -> float:
-        """The ratio that goes with a method: a saved network has its own."""
-        return self.networks[name].saved_share if method == SAVED else ratio
+        """The ratio that goes with a method, in hundredths: a saved network has its own."""
+        return round(self.networks[name].saved_share, 2) if method == SAVED else ratio
 
     def click(  # noqa: PLR0917
         self, path: str, name: str, method: str, ratio: float, block: int, event: gr.SelectData

@@ -45,6 +45,7 @@ CSS = """
   .ltm-table th, .ltm-table td { padding: 2px 4px !important; font-size: 0.9em; }
   .ltm-table .ltm-bar { width: 35%; }
 }
+#ratio input[type="number"], #block input[type="number"] { width: 60px; }
 footer { display: none !important; }
 """
 
@@ -88,8 +89,8 @@ def draw_token(seen: Inspection, block: int, point: tuple[float, float] | None) 
         return TokenView(pixels=pixels, caption=f"{where} was dropped.")
     if number == 1:
         return TokenView(pixels=pixels, caption=f"{where} is a token of its own.")
-    shares = sorted((float(w) for w in weights.ravel() if w > 0), reverse=True)
-    ends = [f"{100 * share:.1f}%" for share in (shares[0], shares[-1])]
+    shares = [float(w) for w in weights.ravel() if w > 0]
+    ends = [f"{100 * share:.1f}%" for share in (min(shares), max(shares))]
     span = f"of {ends[0]} each" if ends[0] == ends[1] else f"from {ends[0]} to {ends[1]}"
     return TokenView(
         pixels=pixels, caption=f"{where} shares a token of {number} patches, weights {span}."
