@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ltm
 from ltm.methods import methods
-from toys import pictures, size_of, toy
+from toys import TOYS, VARIANTS, pictures, size_of, toy
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_matching_compiles_whole():
 def test_all_methods_on_vit_and_ltm_on_all_families_compile_whole(traces):
     """Without a graph break; LTMP masks there what it removes in eager mode."""
     found = {case: value for case, value in traces.items() if case.endswith("compiled")}
-    assert len(found) == 13
+    assert len(found) == len(TOYS | VARIANTS) + 4
     assert all(isinstance(value, float) and value < 1e-4 for value in found.values()), found
 
 
@@ -57,7 +57,7 @@ def test_kernels_are_compiled_in_and_never_exported(traces):
 def test_informative_weights_on_all_families_are_exported(traces):
     """With a dynamic batch."""
     found = {case: value for case, value in traces.items() if case.endswith("exported")}
-    assert len(found) == 8
+    assert len(found) == len(TOYS | VARIANTS)
     assert all(isinstance(value, float) and value < 1e-4 for value in found.values()), found
 
 
