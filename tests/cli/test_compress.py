@@ -481,6 +481,7 @@ BAD = {
         "ConvNeXt has no block that can merge tokens",
     ),
     "no pictures": (["--pictures", "{place}/nothing.png"], "there is no such image"),
+    "vast pictures": (["--pictures", "{place}/vast.pgm"], "has 240000000 pixels, but most_pixels"),
     "no training split": (
         ["--finetune-epochs", "1", "--calibration-images", "40"],
         "{place}/whole has no training split",
@@ -501,6 +502,7 @@ def test_bad_input_is_one_sentence_and_2(
     case: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "corrupt.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}garbage")
+    (place / "vast.pgm").write_bytes(b"P4 16000 15000\n")
     for name in ("a", "b"):
         paint_one(place / "fewer" / name / "x.png")
     for index in range(5):

@@ -10,6 +10,7 @@ from PIL import Image
 
 import ltm
 from ltm.cli import main
+from ltm.data.shapes import example_pictures
 from ltm.detection.saving import save_detector
 from ltm.detection.ssdlite import SSDLiteConfig
 
@@ -27,6 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_detector(config.build(), config, folder / "detector" / "model", **kinds)
     Image.new("RGB", (40, 40), (200, 30, 30)).save(folder / "red.png")
     (folder / "empty").mkdir()
+    (folder / "vast.pgm").write_bytes(b"P4 16000 15000\n")
     (folder / "two.txt").write_text("cat\ndog\n")
     (folder / "three.txt").write_text("cat\ndog\neel\n")
     return folder
@@ -69,6 +71,33 @@ def test_classes_have_the_names_given(place: Path, capsys: pytest.CaptureFixture
 def test_a_detector_is_found_in_its_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(place / "red.png"), "--run", str(place / "detector")]) == 0
     assert "boxes" in json.loads(capsys.readouterr().out)
+
+
+def test_a_photo_is_turned_upright(place: Path, tmp_path: Path, capsys) -> None:
+    upright, exif = example_pictures(1, 64)[0].image, Image.Exif()
+    exif[0x0112] = 6  # the camera was turned
+    upright.save(tmp_path / "a.png")
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "b.png", exif=exif)
+    assert main(["predict", str(tmp_path), "--run", str(place / "run")]) == 0
+    one, other = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert one["probabilities"] == other["probabilities"]
+
+
+@pytest.mark.parametrize("run", ["run", "detector"])
+def test_an_image_with_too_many_pixels_is_said(run: str, place: Path, capsys) -> None:
+    assert main(["predict", str(place / "vast.pgm"), "--run", str(place / run)]) == 2
+    assert "has 240000000 pixels, but most_pixels is 134217728" in capsys.readouterr().out
+
+
+def test_a_detector_refuses_an_image_with_too_many_pixels(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["detect", "predict", str(place / "vast.pgm"), "--run", str(place / "detector")]
+    assert main([*call, "--output", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "has 240000000 pixels, but most_pixels is 134217728" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_nothing_that_could_be_read_is_an_error(place: Path, tmp_path: Path, capsys) -> None:

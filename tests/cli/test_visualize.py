@@ -31,6 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "images").mkdir()
     for index, picture in enumerate(example_pictures(7, 48)):
         picture.image.save(folder / "images" / f"{index}.png")
+    (folder / "vast.pgm").write_bytes(b"P4 16000 15000\n")
     return folder
 
 
@@ -84,6 +85,7 @@ def test_a_saved_run_is_drawn_as_it_is_and_many_images_fill_sheets(
 BAD = {
     "missing image": (["{place}/none.png"], [], "there is no such image or folder"),
     "no image": (["{place}/weights.safetensors"], [], "is not a readable image"),
+    "vast image": (["{place}/vast.pgm"], [], "has 240000000 pixels, but most_pixels is 134217728"),
     "empty folder": (["{place}/run"], [], "holds no images"),
     "wrong target": (["{place}/images"], ["--targets", "a,b"], "write row,column"),
     "far target": (["{place}/images/0.png"], ["--targets", "9,9"], "outside the image"),

@@ -1,13 +1,18 @@
 """The one reader of images: upright, RGB, and errors of one sentence that name the file."""
 
+import ast
 import io
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import ltm
+from ltm.data.datasets import open_dataset
 from ltm.data.decoding import UnreadableImageError, decode, read_image
+from ltm.report.pictures import read_pictures
 
 
 def encoded(image, kind="PNG", **options):
@@ -55,6 +60,24 @@ def test_annotated_images_are_turned_only_to_their_size():
     data = tagged(6)
     assert decode(data, "a.png", size=(24, 16)).size == (24, 16)
     assert decode(data, "a.png", size=(16, 24)).size == (16, 24)  # annotated as it is stored
+
+
+def test_data_and_pictures_of_reports_are_turned_upright(tmp_path):
+    for orientation in (1, 6):
+        (tmp_path / "class").mkdir(exist_ok=True)
+        (tmp_path / "class" / f"{orientation}.png").write_bytes(tagged(orientation))
+    data, pictures = open_dataset(tmp_path), read_pictures([tmp_path / "class"])
+    for image in (data[0][0], data[1][0], *(picture for _, picture in pictures)):
+        assert image.tobytes() == corners().tobytes()
+
+
+def test_nothing_else_opens_images():
+    def opens(path):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        return any(isinstance(n, ast.Attribute) and ast.unparse(n) == "Image.open" for n in nodes)
+
+    found = [path.name for path in Path(ltm.__file__).parent.rglob("*.py") if opens(path)]
+    assert found == ["decoding.py"]
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 77])
