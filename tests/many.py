@@ -69,9 +69,9 @@ class Deadly(ltm.BatchPredictor):
     marker = ""
     calls = 0
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def submit(self, batch: Mapping[str, Any]) -> Any:
         self.calls += 1
         if self.calls == 3 and not Path(self.marker).exists():
             Path(self.marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(batch)
+        return super().submit(batch)

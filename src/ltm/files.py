@@ -19,6 +19,8 @@ from typing import Any
 
 from ltm.interruption import in_steps
 
+METRICS = "metrics.json"
+"""The file of a run's numbers, written last: if it is there, all others are."""
 _LARGEST_JSON = 2**28
 
 
@@ -235,7 +237,7 @@ def _move_in(folder: Path) -> None:
     shutil.rmtree(aside)
 
 
-_DECIDING = {"config.json": 1, "metrics.json": 2}
+_DECIDING = {"config.json": 1, METRICS: 2}
 """Files that say that the others are there too."""
 
 
@@ -343,7 +345,7 @@ def _require_folder(output: Path) -> None:
 
 
 def _refuse_results(output: Path, overwrite: bool, other_ways: str, written: Sequence[str]) -> None:
-    if not overwrite and (output / "metrics.json").exists():
+    if not overwrite and (output / METRICS).exists():
         raise FileExistsError(
             f"output {output} holds the results of another run: choose another folder, or "
             f"{other_ways}"
@@ -369,4 +371,4 @@ def write_metrics(output: str | Path | None, metrics: Mapping[str, object]) -> N
     """Write `metrics.json` into the folder `output`, if one was asked for."""
     if output is not None:
         with output_folder(output):
-            write_json(Path(output) / "metrics.json", metrics)
+            write_json(Path(output) / METRICS, metrics)

@@ -36,7 +36,11 @@ def joined(device: torch.device) -> Iterator[Process]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    store, rank, number = next(distributed.rendezvous("env://"))
+    # torch's launcher keeps its store when it restarts processes; names of the dead are in it.
+    store = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=number)
     try:
         yield Process(distributed.get_rank(), distributed.get_world_size())
     finally:
@@ -93,6 +97,10 @@ def sum_over_processes(values: Tensor) -> Tensor:
     return values
 
 
+class OtherProcessError(ValueError):
+    """An error of another process, which this one raises too."""
+
+
 @contextmanager
 def failing_together() -> Iterator[None]:
     """Raise an error of one process in all of them, so that none waits forever for the others."""
@@ -110,7 +118,7 @@ def failing_together() -> Iterator[None]:
         raise error
     for rank, problem in enumerate(said):
         if problem is not None:
-            raise ValueError(f"process {rank}: {problem}")
+            raise OtherProcessError(f"process {rank}: {problem}")
 
 
 def require_images(num_images: int, device: torch.device) -> None:

@@ -18,12 +18,14 @@ import pytest
 import torch
 
 import ltm
+import within
 from ltm.cli import main
 from ltm.data.sources import find_parts
 from ltm.deployment import embedding
 from ltm.deployment.export import Export
+from ltm.deployment.settings import EmbedSettings
 from ltm.deployment.tables import Tables
-from many import encoded, pixels, save_network, write_shard, write_shards
+from many import Deadly, encoded, pixels, save_network, write_shard, write_shards
 
 pytestmark = pytest.mark.slow
 
@@ -269,6 +271,55 @@ def test_a_run_goes_on_where_it_was_stopped(
     assert "written with other settings (top)" in capsys.readouterr().err
 
 
+def _of_another_program(path: Path, **metadata: str) -> None:
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata(metadata), path)
+
+
+def _spoil_the_footer(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-100] + b"\xff" * 92 + content[-8:])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        _spoil_the_footer,
+        lambda path: _of_another_program(path, **{"ltm.run": "no JSON"}),
+        lambda path: _of_another_program(path, **{"ltm.run": "[]"}),
+    ],
+)
+def test_a_damaged_file_is_named(
+    damage: Callable[[Path], Any], network: Path, shards: str, tmp_path: Path
+) -> None:
+    """Some were tracebacks of pyarrow, or a sentence that named no file."""
+    ltm.embed(network, shards, tmp_path, device="cpu")
+    damage(tmp_path / "parquet" / "part-00001.parquet")
+    sentence = r"parquet/part-00001\.parquet is not a readable file of embeddings; delete it"
+    with pytest.raises(ValueError, match=sentence):
+        ltm.embed(network, shards, tmp_path, device="cpu", resume=True)
+
+
+@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": True}])
+def test_numbers_are_there_only_with_all_files(
+    how: dict[str, bool], network: Path, shards: str, tmp_path: Path, monkeypatch
+) -> None:
+    """A run that stopped early left the metrics of the one before."""
+    ltm.embed(network, shards, tmp_path, device="cpu")
+    (tmp_path / "parquet" / "part-00000.parquet").unlink()
+    submit = ltm.BatchPredictor.submit
+
+    def stopped(self: Any, batch: Any) -> Any:
+        if 1 in batch["part"]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return submit(self, batch)
+
+    monkeypatch.setattr(ltm.BatchPredictor, "submit", stopped)
+    (tmp_path / "parquet" / "part-00001.parquet").unlink()
+    assert ltm.embed(network, shards, tmp_path, device="cpu", **how).interrupted  # type: ignore[arg-type]
+    assert not (tmp_path / "metrics.json").exists()
+
+
 def test_ctrl_c_waits_for_one_batch(
     network: Path, shards: str, tmp_path: Path, monkeypatch
 ) -> None:
@@ -360,6 +411,53 @@ def test_two_processes_write_the_rows_of_one(
     assert done.returncode == 0
     assert rows(tmp_path).equals(expected)
     assert json.loads((tmp_path / "metrics.json").read_text())["images"] == 60
+
+
+@pytest.mark.exhaustive
+def test_two_processes_go_on_after_one_was_killed(network: Path, tmp_path: Path) -> None:
+    """They waited for one another for ever: the launcher's store held the addresses of the dead."""
+    pattern = write_shards(tmp_path / "shards", 6, 20)
+    predictor = Deadly(str(network), ("embedding", "top5"), device="cpu", batch_size=10)
+    predictor.marker = str(tmp_path / "killed")
+    settings = EmbedSettings(devices=2, batch_size=10)
+    with within.seconds(300):
+        embedding.write_tables(predictor, pattern, tmp_path / "out", settings)
+    assert Path(predictor.marker).exists()
+    assert sorted(rows(tmp_path / "out")["id"].to_pylist()) == [f"{n:06d}" for n in range(120)]
+
+
+@pytest.mark.exhaustive
+def test_an_error_of_one_process_ends_the_run(network: Path, shards: str, tmp_path: Path) -> None:
+    """All were started again three times, and then none of them said why."""
+    (tmp_path / "parquet").mkdir()
+    (tmp_path / "parquet" / "part-00001.parquet").write_bytes(b"torn")
+    with (
+        within.seconds(300),
+        pytest.raises(ValueError, match=r"^\S+part-00001\.parquet is not a readable file of emb"),
+    ):
+        ltm.embed(network, shards, tmp_path, device="cpu", devices=2, resume=True)
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_all_processes(network: Path, tmp_path: Path) -> None:
+    """As a terminal presses it, in all of them. torch's launcher gave a traceback and code 1."""
+    pattern = write_shards(tmp_path / "shards", 200, 20)
+    words = [pattern, "--run", str(network), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    call = [*COMMAND, *words, "--devices", "2"]
+    with subprocess.Popen(
+        call, start_new_session=True, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not list(tmp_path.glob("out/parquet/part-*")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        pressed = time.monotonic()
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait() == 130
+        assert time.monotonic() - pressed < 5
+    assert "ltm: stopped by Ctrl-C" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,18 @@ from ltm.deployment.predictor import BatchPredictor
 from ltm.deployment.settings import EmbedSettings, ManySettings
 from ltm.deployment.tables import FOLDER, PATTERN, Tables
 from ltm.extras import require
-from ltm.files import output_folder, write_metrics
+from ltm.files import METRICS, output_folder, write_metrics
 from ltm.interruption import in_steps, take_press
 from ltm.models import Network, Say, changed, silent
-from ltm.processes import ALONE, Process, gather_objects, is_first, joined
+from ltm.processes import (
+    ALONE,
+    OtherProcessError,
+    Process,
+    failing_together,
+    gather_objects,
+    is_first,
+    joined,
+)
 from ltm.progress import Advance, progress_bar
 
 _LEFT_BY_A_KILL = f".{PATTERN}-*"
@@ -136,6 +144,7 @@ def write_tables(
         known = predictor if settings.ray is None else predictor.on("cpu")
         known.load(say)
         if is_first() and overwrite and not settings.resume:
+            (folder / METRICS).unlink(missing_ok=True)
             _remove(folder / FOLDER, PATTERN)
         job = Job(predictor, known, inputs, folder, settings)
         result = _runner(settings)(job, say)
@@ -280,12 +289,12 @@ class Meter:
 def run_here(job: Job, say: Say, process: Process = ALONE) -> EmbedResult:
     """Read, predict and write in this process; as one of several, every n-th part."""
     predictor = job.predictor
-    loaded = predictor.loaded
-    say(f"{predictor!r} on {loaded.device}")
-    tables = Tables(job.folder, job.about())
-    if is_first():
-        remove_unfinished(tables)
-    gather_objects(None)  # nobody writes before the files are removed
+    with failing_together():  # nobody writes before the files are removed
+        loaded = predictor.loaded
+        say(f"{predictor!r} on {loaded.device}")
+        tables = Tables(job.folder, job.about())
+        if is_first():
+            remove_unfinished(tables)
     chunks = Chunks(job, tables, process)
     batches = read_chunks(
         chunks,
@@ -296,7 +305,8 @@ def run_here(job: Job, say: Say, process: Process = ALONE) -> EmbedResult:
         pin_memory=loaded.device.type == "cuda",
     )
     began, stopped = time.perf_counter(), False
-    with progress_bar("images", None, silent=not is_first()) as advance, in_steps():
+    bar = progress_bar("images", None, silent=not is_first())
+    with failing_together(), bar as advance, in_steps():
         meter = Meter(advance, job, chunks)
 
         def until_pressed() -> Iterator[Any]:
@@ -355,7 +365,10 @@ def _run_joined(job: Job, say: Say) -> EmbedResult:
 
 
 def _run_processes(job: Job, say: Say) -> EmbedResult:
-    """Start processes by torch's launcher; if one dies, all restart after the finished parts."""
+    """Start processes by torch's launcher; if one dies, all restart after the finished parts.
+
+    An error that would come again is told at once.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
@@ -370,16 +383,24 @@ def _run_processes(job: Job, say: Say) -> EmbedResult:
         rdzv_endpoint="localhost:0",
         max_restarts=3,
         monitor_interval=0.5,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C is ours
     )
     try:
-        return elastic_launch(launch, _run_one)(job)[0]
+        found = elastic_launch(launch, _run_one)(job)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         raise RuntimeError(f"a process failed repeatedly: {failure.message}") from error
+    errors = [result for result in found.values() if isinstance(result, Exception)]
+    for error in sorted(errors, key=lambda error: isinstance(error, OtherProcessError)):
+        raise error
+    return found[0]
 
 
-def _run_one(job: Job) -> EmbedResult:
-    return _run_joined(job, silent)
+def _run_one(job: Job) -> EmbedResult | Exception:
+    try:
+        return _run_joined(job, silent)
+    except (ValueError, OSError) as error:
+        return error
 
 
 def _run_on_ray(job: Job, say: Say) -> EmbedResult:

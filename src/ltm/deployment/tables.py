@@ -15,7 +15,7 @@ import numpy as np
 
 from ltm.data.sources import Part
 from ltm.extras import require
-from ltm.files import write_bytes
+from ltm.files import METRICS, write_bytes
 
 FOLDER = "parquet"
 """A folder of its own, because readers take every file in a folder for Parquet."""
@@ -32,7 +32,7 @@ class Tables:
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         require("pyarrow")
         self.folder = folder / FOLDER
-        self._about = json.dumps(about, sort_keys=True)
+        self._about: dict[str, Any] = json.loads(json.dumps(about))  # as files have it
         self._keys: dict[int, str] = {}
         self._waiting: dict[int, _Rows] = {}
         self.rows = self.unreadable = self.files = 0
@@ -47,14 +47,14 @@ class Tables:
         path = self.path(number)
         if not path.is_file():
             return False
-        metadata = require("pyarrow.parquet").read_schema(path).metadata or {}
-        about = metadata.get(_ABOUT, b"{}").decode()
-        if about != self._about:
+        about, key = _origin(path)
+        different = [name for name in self._about if about.get(name) != self._about[name]]
+        if different:
             raise ValueError(
-                f"{path} was written with other settings ({_different(about, self._about)}): "
+                f"{path} was written with other settings ({', '.join(different)}): "
                 "choose another folder, or use --overwrite"
             )
-        if metadata.get(_KEY, b"").decode() != part.key:
+        if key != part.key:
             raise ValueError(
                 f"{path} was made from other images: choose another folder, or use --overwrite"
             )
@@ -77,11 +77,12 @@ class Tables:
     def _write(self, number: int, columns: dict[str, np.ndarray]) -> None:
         pyarrow = require("pyarrow")
         unreadable = np.array([error is not None for error in columns["error"]])
-        about = {_ABOUT: self._about.encode(), _KEY: self._keys.get(number, "").encode()}
+        about = {_ABOUT: json.dumps(self._about), _KEY: self._keys.get(number, "")}
         filled = {n: _column(n, values, unreadable) for n, values in columns.items()}
         table = pyarrow.table(filled).replace_schema_metadata(about)
         buffer = pyarrow.BufferOutputStream()
         require("pyarrow.parquet").write_table(table, buffer)
+        (self.folder.parent / METRICS).unlink(missing_ok=True)
         write_bytes(self.path(number), buffer.getvalue().to_pybytes())
         self.files += 1
         self.rows += len(unreadable)
@@ -141,6 +142,15 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def _different(before: str, now: str) -> str:
-    old, new = json.loads(before), json.loads(now)
-    return ", ".join(name for name in new if old.get(name) != new[name])
+def _origin(path: Path) -> tuple[dict[str, Any], str]:
+    """By which run a file was written, and from which part."""
+    try:
+        metadata = require("pyarrow.parquet").read_schema(path).metadata or {}
+        about = json.loads(metadata.get(_ABOUT, b"{}"))
+        if not isinstance(about, dict):
+            raise ValueError(f"{_ABOUT} is not an object")
+        return about, metadata.get(_KEY, b"").decode()
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable file of embeddings; delete it, and it is written again"
+        ) from error
