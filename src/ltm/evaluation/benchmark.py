@@ -304,16 +304,17 @@ class _Run:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Write the table at the end, also after an interrupt."""
+        """Write the table at the end, also after an interrupt, and say where the rows are."""
+        ended = ""
         try:
             yield
         except KeyboardInterrupt:
-            self.say(f"interrupted; {self._whereabouts()}")
+            ended = "interrupted; "
             raise
         finally:
             self.file.write_table()
-            if self.folder is not None and self.file.rows:
-                self.say(f"\n{self._whereabouts()}")
+            if ended or (self.folder is not None and self.file.rows):
+                self.say(f"\n{ended}{self._whereabouts()}")
 
     def is_late(self) -> bool:
         """Whether the time is up."""
