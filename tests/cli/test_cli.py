@@ -62,6 +62,24 @@ def test_a_wrong_call_exits_with_2(args: list[str], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        "export --run nowhere --int8",
+        "compress --data shapes --ratios",
+        "evaluate --data shapes --run x --methods",
+    ],
+)
+def test_an_option_without_its_values_is_refused(
+    call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        main(call.split())
+    assert stop.value.code == 2
+    assert "give at least one value, or leave the option out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--images", "0"], "images is 0, but must be at least 1"),

@@ -85,6 +85,8 @@ def _in_one_line(text: Callable[[], str | None] | str | None) -> str | None:
 
 def _named(kind: Any, metadata: Mapping[str, Any], default: Any) -> Any:
     hint = "" if default in (None, ()) else None
+    if default == ():
+        kind = _with_values(kind)
     if not dataclasses.is_dataclass(kind):
         kind = Annotated[kind, tyro.conf.arg(metavar=_metavar(kind), help_behavior_hint=hint)]
     if dataclasses.is_dataclass(kind) and not metadata.get("prefixed"):
@@ -93,6 +95,18 @@ def _named(kind: Any, metadata: Mapping[str, Any], default: Any) -> Any:
         return kind
     name = metadata["option"]
     return Annotated[kind, tyro.conf.Suppress if name is None else tyro.conf.arg(name=name)]
+
+
+def _with_values(kind: Any) -> Any:
+    """Refuse an option without values where leaving it out already means none."""
+    spec: Any = OPTIONS.get_primitive_spec(tyro.constructors.PrimitiveTypeInfo.make(kind, set()))
+
+    def read(words: list[str]) -> Any:
+        if not words:
+            raise ValueError("give at least one value, or leave the option out")
+        return spec.instance_from_str(words)
+
+    return Annotated[kind, dataclasses.replace(spec, instance_from_str=read)]
 
 
 def _metavar(kind: Any) -> str | None:
