@@ -107,7 +107,7 @@ def test_numbers_are_those_of_an_independent_computation(
 
 
 def test_a_run_is_measured_against_itself_without_merging(
-    folder: Path, host: Any, tmp_path: Path
+    folder: Path, host: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = small_vit()
     model.load_state_dict(host.state_dict())
@@ -121,6 +121,7 @@ def test_a_run_is_measured_against_itself_without_merging(
     assert list(rows) == ["base", "ltm"]
     assert rows["ltm"]["measured_gmacs"] < 0.81 * rows["base"]["measured_gmacs"]
     assert rows["ltm"]["bottleneck"] == {"overall": None, "sites": []}
+    assert "IB" not in capsys.readouterr().out, "rows of nothing but blanks"
 
 
 def test_ltmp_meets_its_ratio_and_statistics_are_used(folder: Path, tmp_path: Path) -> None:

@@ -70,10 +70,12 @@ class EvaluateResult:
     def __repr__(self) -> str:
         rows = self.metrics["models"]
         title = "{model}: {num_images} images of {data}".format(**self.metrics)
-        table = [["", *rows]]
-        table += [[label, *(cell(row, rows[BASE]) for row in rows.values())]
-                  for label, cell in _LINES.items()]  # fmt: skip
-        parts = [title, text_table(table)]
+        lines = {
+            label: [cell(row, rows[BASE]) for row in rows.values()]
+            for label, cell in _LINES.items()
+        }
+        measured = [[label, *cells] for label, cells in lines.items() if any(cells)]
+        parts = [title, text_table([["", *rows], *measured])]
         sites = _sites(rows)
         if len(sites) > 1:
             parts += ["", "IB loss / bound by block, in nats", text_table(sites)]
