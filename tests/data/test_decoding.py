@@ -11,7 +11,7 @@ from PIL import Image
 
 import ltm
 from ltm.data.datasets import open_dataset
-from ltm.data.decoding import UnreadableImageError, decode, read_image
+from ltm.data.decoding import UnreadableImageError, decode, decode_array, read_image
 from ltm.report.pictures import read_pictures
 
 
@@ -131,3 +131,13 @@ def test_postscript_is_never_run():
     data = encoded(corners(), "EPS")
     with pytest.raises(UnreadableImageError, match="PostScript is refused"):
         decode(data, "a.png")
+
+
+@pytest.mark.parametrize("shape", ["(30, -99, 3)", "(0, 32, 3)", "(32, 3)", "(99, 99, 3)"])
+def test_the_shape_of_an_array_is_checked(shape):
+    """A negative side was numpy's error, which does not name the file."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((24, 32, 3), np.uint8))
+    data = file.getvalue().replace(b"(24, 32, 3)", shape.encode())
+    with pytest.raises(UnreadableImageError, match=r"^a\.npy is "):
+        decode_array(data, "a.npy")

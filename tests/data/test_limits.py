@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from ltm.data.datasets import open_dataset
+from ltm.data.sources import find_images
 
 
 def png(size=(4, 4), mode="L"):
@@ -163,6 +164,40 @@ def test_a_small_png_of_169_megapixels(tmp_path):
     path = write(tmp_path / "a" / "0.png", png((13_000, 13_000), "1"))
     assert path.stat().st_size < 30_000
     refuses(tmp_path, "0.png has 169000000 pixels, but most_pixels is 134217728; if", read=True)
+
+
+def parquet(path, images, **options):
+    pyarrow = pytest.importorskip("pyarrow")
+    file = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"image": pyarrow.array(images, pyarrow.large_binary())})
+    file.write_table(table, path, **options)
+    return str(path)
+
+
+def test_a_parquet_file_of_endless_rows(tmp_path):
+    """10 million rows without an image took minutes, and gigabytes for their names."""
+    path = parquet(tmp_path / "rows.parquet", [None] * 10**7)
+    message = (
+        r"rows\.parquet has \d+ bytes and would inflate to 5120000000, .* most_inflation is 200"
+    )
+    with pytest.raises(ValueError, match=message):
+        next(find_images([path]))
+
+
+def test_a_parquet_file_that_repeats_a_large_value(tmp_path):
+    """A value that repeats is stored once: all rows of this file would be 20 GB."""
+    value = bytes(2**24)
+    path = parquet(tmp_path / "same.parquet", [value] * 1280, dictionary_pagesize_limit=2**30)
+    images = list(find_images([path]))
+    for image in (images[0], images[-1]):
+        with pytest.raises(ValueError, match=r"same\.parquet has \d+ bytes and would inflate to"):
+            image.open()
+
+
+def test_a_large_picture_in_a_parquet_file(tmp_path):
+    path = parquet(tmp_path / "large.parquet", [png((13_000, 13_000), "1")])
+    with pytest.raises(ValueError, match=r"row 0 of .*large\.parquet has 169000000 pixels"):
+        next(find_images([path])).open()
 
 
 def test_a_picture_that_pillow_refuses_too(tmp_path):

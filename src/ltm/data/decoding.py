@@ -101,7 +101,7 @@ def decode_array(data: bytes | memoryview, name: str, limits: Limits | None = No
         shape, by_columns, dtype, start = _array_header(bytes(data[: 10 + _header_size(data)]))
     except Exception as error:  # numpy parses the header as Python
         raise UnreadableImageError(f"{name} is not a readable array: {_sentence(error)}") from error
-    if dtype != np.uint8 or by_columns or len(shape) != 3 or 3 not in (shape[0], shape[2]):
+    if dtype != np.uint8 or by_columns or len(shape) != 3 or min(shape) < 1 or 3 not in shape[::2]:
         raise UnreadableImageError(
             f"{name} is an array of {dtype} and shape {shape}; 8-bit pixels of shape "
             "(height, width, 3) or (3, height, width) are needed"

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -32,6 +33,9 @@ from ltm.extras import require
 STDIN = "-"
 _LISTS = (".txt", ".lst", ".list")
 """Text files with these endings are lists of paths."""
+_ROW_BYTES = 512
+"""What a row of a Parquet file counts at least, as much as a member of a tar."""
+_READ_ROWS = 8
 _IDS = ("id", "__key__", "key", "path", "url")
 """Columns of a Parquet file that may name its images."""
 
@@ -241,17 +245,21 @@ def _read_extent(
 def _parquet_part(path: Path, limits: Limits) -> Part:
     file = _parquet(str(path))
     column = _image_column(path, file.schema_arrow)
+    groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+    inflated = sum(max(group.total_byte_size, _ROW_BYTES * group.num_rows) for group in groups)
+    limits.check_inflation(path, stored=path.stat().st_size, inflated=inflated)
 
     def images() -> list[ImageRef]:
         key = next((name for name in _IDS if name in file.schema_arrow.names), None)
         found: list[ImageRef] = []
-        for group in range(file.num_row_groups):
-            number = file.metadata.row_group(group).num_rows
-            keys = [] if key is None else file.read_row_group(group, [key])[key].to_pylist()
-            for row in range(number):
+        for group, about in enumerate(groups):
+            with _readable(str(path)):
+                values = [] if key is None else _values(str(path), key, group, limits)
+                keys = [str(value) for value in values]
+            for row in range(about.num_rows):
                 where = f"{path}[{len(found)}]"
                 place = str(path), column, group, row, limits
-                found.append(ImageRef(str(keys[row]) if keys else where, where, _read_row, place))
+                found.append(ImageRef(keys[row] if keys else where, where, _read_row, place))
         return found
 
     return Part(_sized(path), images)
@@ -259,11 +267,34 @@ def _parquet_part(path: Path, limits: Limits) -> Part:
 
 @lru_cache(maxsize=8)
 def _parquet(path: str) -> Any:
-    pyarrow = require("pyarrow")
-    try:
+    with _readable(path):
         return require("pyarrow.parquet").ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Say which file is damaged; pyarrow does not, and some of its errors have several lines."""
+    try:
+        yield
+    except (require("pyarrow").ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # a missing file, or one that may not be read
         raise ValueError(f"{path} is not a readable Parquet file; copy it again") from error
+
+
+def _values(path: str, column: str, group: int, limits: Limits) -> Any:
+    """A column of a row group, a few rows at a time: a value that repeats is stored once."""
+    stored, inflated, found = Path(path).stat().st_size, 0, []
+    with _readable(path):
+        rows = _parquet(path).metadata.row_group(group).num_rows
+        batches = _parquet(path).iter_batches(_READ_ROWS, row_groups=[group], columns=[column])
+        for batch in batches:
+            inflated += batch.nbytes
+            limits.check_inflation(path, stored=stored, inflated=inflated)
+            found.append(batch.column(0))
+    if sum(map(len, found)) != rows:
+        raise ValueError(f"{path} does not have the {rows} rows that it tells; copy it again")
+    return require("pyarrow").chunked_array(found) if rows else []
 
 
 def _image_column(path: Path, schema: Any) -> str:
@@ -281,12 +312,19 @@ def _has_bytes(types: Any, kind: Any) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _row_group(path: str, column: str, group: int) -> Any:
-    return _parquet(path).read_row_group(group, [column])[column]
+def _images(path: str, column: str, group: int, limits: Limits) -> Any:
+    """The images of a row group, or why it cannot be read, which is found out once."""
+    try:
+        return _values(path, column, group, limits)
+    except ValueError as error:
+        return error
 
 
 def _read_row(path: str, column: str, group: int, row: int, limits: Limits) -> Image.Image:
-    stored = _row_group(path, column, group)[row].as_py()
+    images = _images(path, column, group, limits)
+    if isinstance(images, ValueError):
+        raise images
+    stored = images[row].as_py()
     data, name = stored["bytes"] if isinstance(stored, dict) else stored, f"row {row} of {path}"
     if data is None:
         raise ValueError(f"{name} has no bytes")
