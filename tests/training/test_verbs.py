@@ -118,7 +118,7 @@ def test_numbered_folders_keep_the_head_and_random_weights_are_named(tmp_path: P
 
     said: list[str] = []
     kept = told(weights=str(tmp_path / "five.pt"))
-    assert "the head keeps its 5 classes, as the 2 folders are numbered" in kept
+    assert "the head keeps its 5 classes, as the folders are numbered by class; --num-cl" in kept
     assert "random weights" not in kept
     assert "the head is new, for 2 classes" in told(
         weights=str(tmp_path / "five.pt"), num_classes=2

@@ -186,8 +186,8 @@ class Classification(Task):
             yield f"the head is new, for {self.num_classes} classes, and trains"
         elif self.num_classes > (found := self.splits.train.num_classes):
             yield (
-                f"the head keeps its {self.num_classes} classes, as the {found} folders are "
-                f"numbered; --num-classes {found} makes a new one"
+                f"the head keeps its {self.num_classes} classes, as the folders are numbered by "
+                f"class; --num-classes {found} makes a new one"
             )
 
     @property
