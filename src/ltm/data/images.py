@@ -72,7 +72,7 @@ class ImageDataset(Dataset[tuple[Any, int]]):
         self.class_names = class_names
         self.split = split
         self.transform = transform
-        self.unreadable = UnreadableImages(len(files), max_unreadable, files.name)
+        self.unreadable = UnreadableImages(files, max_unreadable)
         self.indices: Sequence[int] = range(len(files))
         self.file_labels = np.asarray(labels, dtype=np.int64)
         """Labels of all files; `labels` has those of the chosen images."""
@@ -147,12 +147,12 @@ class UnreadableImages:
     limit is one for all.
     """
 
-    def __init__(self, num_images: int, limit: int, name: Callable[[int], str]) -> None:
+    def __init__(self, files: ImageFiles, limit: int) -> None:
         require_least("max_unreadable", limit, 0)
         self.limit = limit
-        self._name = name
+        self._files, self._name = files, files.name
         self._reported: set[int] = set()
-        self._flags = torch.zeros(num_images, dtype=torch.uint8).share_memory_()
+        self._flags = torch.zeros(len(files), dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:
         return int(self._flags.count_nonzero())
@@ -185,13 +185,22 @@ class UnreadableImages:
         """Raise `UnreadableImagesError` when more images are unreadable than allowed."""
         count = len(self)
         if count > self.limit:
-            paths = [self._name(index) for index in self._flags.nonzero().flatten().tolist()]
+            indices = self._flags.nonzero().flatten().tolist()
+            paths, last = [self._name(index) for index in indices], last or self._why(indices[-1])
             more = f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
             raise UnreadableImagesError(
                 f"{count} unreadable images, max_unreadable is {self.limit}: "
                 f"{', '.join(paths[:_MOST_NAMED])}{more}; repair or remove them"
                 f"{'' if last is None else f' (the last one: {last})'}"
             ) from last
+
+    def _why(self, index: int) -> Exception | None:
+        """Why an image cannot be read; the error of a worker stays in its process."""
+        try:
+            self._files.read(index)
+        except Exception as error:  # noqa: BLE001 - decoders raise anything on damaged bytes
+            return error
+        return None
 
 
 def next_readable(

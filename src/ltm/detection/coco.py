@@ -129,7 +129,7 @@ class CocoDetection(Dataset[tuple[Any, dict[str, Any]]]):
         self.masks = masks
         self.crowd = crowd
         self.transforms = transforms
-        self.unreadable = UnreadableImages(len(files), _MAX_UNREADABLE, files.name)
+        self.unreadable = UnreadableImages(files, _MAX_UNREADABLE)
         self._files = files
         self._images = annotations.images
         self._by_image = annotations.by_image
