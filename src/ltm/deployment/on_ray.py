@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import ray
 import ray.data
 from ray import cloudpickle
 
-from ltm.data.reading import Chunk, ChunkReader, Preparation
+from ltm.data.reading import Chunk, ChunkReader, Preparation, sentence
 from ltm.data.sources import Part
 from ltm.data.transforms import ImageSpec
 from ltm.deployment.embedding import (
@@ -120,12 +121,26 @@ def run_on_ray(job: Job, say: Say) -> EmbedResult:
         return _run(job, say)
 
 
+def join_cluster(address: str) -> None:
+    """Connect to a cluster; an address at which nobody answers is an error."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():  # here Ray itself would try for many minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"ray is {address}, which cannot be joined ({sentence(error)}): give local, auto on a "
+            "node of a running cluster, or ray://HOST:10001"
+        ) from error
+
+
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
     """Join a cluster, or start one here, unless this process is in one."""
     mine = not ray.is_initialized()
     if mine:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        join_cluster(address)
     try:
         yield
     finally:
@@ -144,7 +159,7 @@ def _run(job: Job, say: Say) -> EmbedResult:
     chunks = Chunks(job, tables)
     parts = list(chunks.parts())
     began, stopped = time.perf_counter(), False
-    with progress_bar("images", None) as advance, in_steps():
+    with closing(tables), progress_bar("images", None) as advance, in_steps():
         meter = _Meter(advance, len(parts))
         for batch in _answers(job, _tasks(parts, readers), actors):
             batch["error"] = [error or None for error in batch["error"]]
@@ -177,7 +192,7 @@ def _answers(job: Job, tasks: list[dict[str, Any]], actors: Actors) -> Iterator[
             _Predict,
             fn_constructor_args=(job.predictor,),
             batch_size=size,
-            concurrency=actors.number,
+            compute=ray.data.ActorPoolStrategy(size=actors.number),
             num_gpus=actors.gpus,
             # Those with a GPU leave the cores to the tasks that read; the others read themselves.
             num_cpus=0 if actors.gpus else 1,
