@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ltm
 from ltm.api import is_merging
-from ltm.data.reading import Chunk, Preparation, read_chunks
+from ltm.data.reading import Chunk, Preparation, ahead, read_chunks
 from ltm.data.sources import find_parts
 from ltm.data.transforms import ImageSpec, evaluation_transform
 from ltm.deployment.embedding import one_ahead, stacked
@@ -110,8 +111,7 @@ def _chunks(inputs: list[str], batch: int, batches: int) -> Iterator[Chunk]:
     """As `ltm.embed` cuts them; inputs are repeated until there are enough."""
     parts = itertools.cycle(find_parts(inputs))
     found = 0
-    for number, part in enumerate(parts):
-        images = tuple(part.images())
+    for number, images in ahead((n, tuple(part.images())) for n, part in enumerate(parts)):
         for first in range(0, len(images), batch):
             if found == batches:
                 return
@@ -127,8 +127,11 @@ def _embed(
     It writes Parquet files where pyarrow is installed.
     """
     spec = predictor.loaded.information.spec
-    with tempfile.TemporaryDirectory() as folder:
-        tables = Tables(Path(folder), {}) if options.writes else None
+    began, images = 0.0, 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(Tables(Path(folder), {})) if options.writes else nullcontext() as tables,
+    ):
         read = read_chunks(
             _chunks(inputs, predictor.batch_size, batches),
             Preparation(spec),
@@ -136,7 +139,6 @@ def _embed(
             collate=partial(stacked, size=spec.size),
             pin_memory=predictor.loaded.device.type == "cuda",
         )
-        began, images = 0.0, 0
         for number, answers in enumerate(one_ahead(predictor, read)):
             if tables is not None:
                 tables.add(answers)
@@ -144,7 +146,7 @@ def _embed(
                 began = time.perf_counter()
             elif began:
                 images += len(answers["id"])
-        return images / (time.perf_counter() - began)
+    return images / (time.perf_counter() - began)
 
 
 def _measure(case: Case, inputs: list[str], options: argparse.Namespace) -> Iterator[dict]:

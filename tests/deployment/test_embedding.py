@@ -6,8 +6,11 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ import torch
 import ltm
 import within
 from ltm.cli import main
+from ltm.data.reading import ahead
 from ltm.data.sources import find_parts
-from ltm.deployment import embedding
+from ltm.deployment import embedding, tables as tables_module
 from ltm.deployment.export import Export
 from ltm.deployment.settings import EmbedSettings
 from ltm.deployment.tables import Tables
@@ -348,8 +352,43 @@ def test_rows_may_come_twice_and_in_any_order(tmp_path: Path) -> None:
         }
         for places in ([2, 3], [2, 3], [1, 0])
     ]
-    assert [tables.add(batch) for batch in batches] == [2, 0, 2]
+    with closing(tables):
+        assert [tables.add(batch) for batch in batches] == [2, 0, 2]
     assert rows(tmp_path)["id"].to_pylist() == ["0", "1", "2", "3"]
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    """A thread writes it; what it raises must not be lost."""
+    full = OSError(28, "No space left on device")
+
+    def write_bytes(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr(tables_module, "write_bytes", write_bytes)
+    row = {name: np.array([0]) for name in ("part", "place")} | {"part_rows": np.array([1])}
+    tables = Tables(tmp_path, {})
+    assert tables.add(row | {"id": ["0"], "error": [None]}) == 1
+    with pytest.raises(OSError, match="No space left"):
+        tables.close()
+    assert tables.files == 0
+
+
+def test_the_next_item_is_made_while_this_one_is_in_use() -> None:
+    made = [threading.Event() for _ in range(3)]
+
+    def items() -> Iterator[int]:
+        for number, event in enumerate(made):
+            event.set()
+            yield number
+        raise ValueError("there are no more")
+
+    coming = ahead(items())
+    assert next(coming) == 0
+    assert made[1].wait(timeout=10)
+    assert not made[2].is_set()
+    assert [next(coming), next(coming)] == [1, 2]
+    with pytest.raises(ValueError, match="there are no more"):
+        next(coming)
 
 
 def test_parts_are_known_before_their_images_are_looked_for(tmp_path: Path) -> None:
@@ -495,6 +534,21 @@ def test_ray_refuses_a_device_that_it_cannot_give() -> None:
     }.items():
         with pytest.raises(ValueError, match=sentence):
             place_actors(ltm.BatchPredictor("nowhere", device=device), None, {"CPU": 8.0})
+
+
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:9", "ray://127.0.0.1:9", "banana"])
+def test_a_cluster_that_is_not_there_is_one_sentence_and_2(
+    address: str, network: Path, tmp_path: Path, capsys
+) -> None:
+    """`auto` ended in a traceback, and at an address with a port Ray tried for many minutes."""
+    pytest.importorskip("ray")
+    (tmp_path / "0.png").write_bytes(encoded(0))
+    words = [str(tmp_path), "--run", str(network), "--output", str(tmp_path / "out")]
+    assert main(["embed", *words, "--ray", address]) == 2
+    error = capsys.readouterr().err
+    assert f"ray is {address}, which cannot be joined" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_head_of_a_cluster_needs_no_gpu(network: Path, tmp_path: Path, monkeypatch) -> None:

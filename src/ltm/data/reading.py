@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from ltm.data.transforms import ImageSpec, evaluation_transform
 
 Content = Image.Image | np.ndarray
 Prepare = Callable[[Content], Tensor]
+T = TypeVar("T")
 
 
 class Chunk(NamedTuple):
@@ -108,6 +109,16 @@ class ChunkReader(Dataset[Readings]):
             return self.prepare(image.open())
         except Exception as error:  # noqa: BLE001 - decoders raise anything on damaged bytes
             return sentence(error)
+
+
+def ahead(items: Iterable[T]) -> Iterator[T]:
+    """The items in order; a thread makes the next one while this one is in use."""
+    end, making = object(), iter(items)
+    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
+        coming: Any = pool.submit(next, making, end)
+        while (item := coming.result()) is not end:
+            coming = pool.submit(next, making, end)
+            yield item
 
 
 def read_chunks(

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from ltm.data.reading import Chunk, Preparation, Readings, read_chunks
+from ltm.data.reading import Chunk, Preparation, Readings, ahead, read_chunks
 from ltm.data.sources import STDIN, ImageRef, Part, check_inputs, find_parts
 from ltm.deployment.predictor import BatchPredictor
 from ltm.deployment.settings import EmbedSettings, ManySettings
@@ -208,8 +209,7 @@ class Chunks:
         self.skipped = self.seen = self.images = 0
 
     def __iter__(self) -> Iterator[Chunk]:
-        for number, part in self.parts():
-            images = images_of(part)
+        for number, images in ahead((number, images_of(part)) for number, part in self.parts()):
             self.seen += 1
             self.images += len(images)
             yield from chunks_of(images, number, self._job.settings.batch_size)
@@ -306,7 +306,7 @@ def run_here(job: Job, say: Say, process: Process = ALONE) -> EmbedResult:
     )
     began, stopped = time.perf_counter(), False
     bar = progress_bar("images", None, silent=not is_first())
-    with failing_together(), bar as advance, in_steps():
+    with failing_together(), closing(tables), bar as advance, in_steps():
         meter = Meter(advance, job, chunks)
 
         def until_pressed() -> Iterator[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ FOLDER = "parquet"
 """A folder of its own, because readers take every file in a folder for Parquet."""
 PATTERN = "part-*.parquet"
 _ABOUT, _KEY = b"ltm.run", b"ltm.part"
+_TEXTS = ["id", "path", "error", "classes.list.element"]
+"""Columns whose values repeat; looking for repetitions among numbers takes most of the time."""
 
 
 class Tables:
     """The Parquet files of a folder.
 
-    Rows may come in any order, and more than once; a file is written when its part is complete.
+    Rows may come in any order, and more than once. When a part is complete, a thread writes its
+    file while the rows of the next one come; `close` waits for it.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
@@ -35,6 +39,8 @@ class Tables:
         self._about: dict[str, Any] = json.loads(json.dumps(about))  # as files have it
         self._keys: dict[int, str] = {}
         self._waiting: dict[int, _Rows] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tables")
+        self._writing: Future[None] | None = None
         self.rows = self.unreadable = self.files = 0
 
     def path(self, number: int) -> Path:
@@ -71,17 +77,29 @@ class Tables:
             new += waiting.add({name: values[of_part] for name, values in columns.items()})
             if waiting.missing == 0:
                 del self._waiting[number]
-                self._write(number, waiting.columns())
+                self._finish()  # memory holds one file that is being written
+                self._writing = self._writer.submit(self._write, number, waiting)
         return new
 
-    def _write(self, number: int, columns: dict[str, np.ndarray]) -> None:
-        pyarrow = require("pyarrow")
+    def close(self) -> None:
+        """Wait until all complete parts are written."""
+        self._writer.shutdown()
+        self._finish()
+
+    def _finish(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, number: int, rows: _Rows) -> None:
+        pyarrow, columns = require("pyarrow"), rows.columns()
         unreadable = np.array([error is not None for error in columns["error"]])
         about = {_ABOUT: json.dumps(self._about), _KEY: self._keys.get(number, "")}
         filled = {n: _column(n, values, unreadable) for n, values in columns.items()}
         table = pyarrow.table(filled).replace_schema_metadata(about)
         buffer = pyarrow.BufferOutputStream()
-        require("pyarrow.parquet").write_table(table, buffer)
+        repeating: Any = {"use_dictionary": _TEXTS, "write_statistics": _TEXTS}
+        require("pyarrow.parquet").write_table(table, buffer, **repeating)
         (self.folder.parent / METRICS).unlink(missing_ok=True)
         write_bytes(self.path(number), buffer.getvalue().to_pybytes())
         self.files += 1
