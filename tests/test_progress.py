@@ -3,8 +3,12 @@
 import time
 
 import pytest
+import timm
+import torch
 
 from ltm import progress
+from ltm.evaluation.latency import BASE
+from ltm.evaluation.measurement import Measurements
 
 
 @pytest.fixture
@@ -35,6 +39,27 @@ def test_a_total_may_be_unknown(clock: list[float], capsys: pytest.CaptureFixtur
         clock[0] = 31.0
         advance("350 images/s", count=10_850)
     assert capsys.readouterr().err == "images: 10850, 350 images/s\n"
+
+
+def test_what_is_timed_is_told_in_lines(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = timm.create_model("test_vit").eval()
+    measured = Measurements({BASE: model}, quiet=False)
+    turn = model.forward
+
+    def slow(images: torch.Tensor) -> torch.Tensor:
+        clock[0] += 40.0
+        return turn(images)
+
+    model.forward = slow
+    measured.measure_time("test_vit", [1], lambda n: torch.zeros(n, 3, 160, 160), rounds=3)
+    assert capsys.readouterr().err.splitlines() == [
+        "timing batches of 1: 1 of 3, 0:01:20 left",
+        "timing batches of 1: 2 of 3, 0:00:40 left",
+        "timing batches of 1: 3 of 3, 0:00:00 left",
+    ]
+    assert list(progress.in_lines("timing", range(3), silent=True)) == [0, 1, 2]
 
 
 def test_short_and_silent_work_says_nothing(

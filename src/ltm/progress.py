@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -109,6 +109,17 @@ class _LogLines:
             left = (self._total - self._done) * seconds / max(1, self._done)
             parts = [f"{parts[0]} of {self._total}", f"{duration(left)} left"]
         return ", ".join([*parts, *([self._text] if self._text else [])])
+
+
+def in_lines(title: str, items: Sequence[T], *, silent: bool = False) -> Iterator[T]:
+    """Go through items, and tell how far it is in lines.
+
+    A bar on a terminal redraws itself all the time, which would disturb what is timed.
+    """
+    advance = _say_nothing if silent else _LogLines(title, len(items))
+    for item in items:
+        yield item
+        advance()
 
 
 def duration(seconds: float) -> str:

@@ -555,7 +555,7 @@ class _Compression:
         self, models: Mapping[str, nn.Module], forms: Sequence[str] | None = None
     ) -> list[Timing]:
         """Time networks in a form at the first batch size, in interleaved rounds."""
-        found = Measurements(models)
+        found = self._measurements(models)
         self._measure_time(found, self.settings.time_batches[:1], forms or (self.form or "eager",))
         return found.timings
 

@@ -43,6 +43,8 @@ from ltm.files import shared_lock
 # --- Calls ---------------------------------------------------------------------------------------
 
 Call = Callable[[], object]
+Rounds = Callable[[range], Iterator[int]]
+"""What goes through rounds of timing, one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +63,13 @@ def interleaved(
     rounds: int = 15,
     warmup: int = 3,
     least_seconds: float = 0.02,
+    progress: Rounds = iter,
 ) -> dict[str, list[float]]:
     """Seconds per call, one value a round; in each round all calls take turns.
 
     Over n rounds of n calls (2n if n is odd) each call follows each other equally often. Short
-    calls are repeated until a turn lasts about `least_seconds`.
+    calls are repeated until a turn lasts about `least_seconds`. `progress` goes through the
+    rounds, and may tell how far it is.
     """
     require_least("rounds", rounds)
     repeats = {}
@@ -75,7 +79,7 @@ def interleaved(
         seconds = max(time_call(call, device), 1e-7)
         repeats[name] = max(1, math.ceil(least_seconds / seconds))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(rounds):
+    for index in progress(range(rounds)):
         for name in _order(list(calls), index):
             times[name].append(time_call(calls[name], device, repeats[name]))
     return times
@@ -277,6 +281,7 @@ def measure_latency(
     images: Tensor | None = None,
     loader: Batches | None = None,
     lock: TimingLock | None = None,
+    progress: Rounds = iter,
 ) -> list[Timing]:
     """Time all candidates in all modes in interleaved rounds; one of them must be the `BASE`.
 
@@ -306,7 +311,13 @@ def measure_latency(
         if run.call is not None
     }
     with lock.timing():
-        times = interleaved(calls, batch.device, rounds=conditions.rounds, warmup=conditions.warmup)
+        times = interleaved(
+            calls,
+            batch.device,
+            rounds=conditions.rounds,
+            warmup=conditions.warmup,
+            progress=progress,
+        )
         per_turn = 1 if loader is None else len(loader)
         for index, values in times.items():
             runs[int(index)].times = [value / per_turn for value in values]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from ltm.evaluation.bottleneck import SiteBottleneck, measure_bottleneck, watcha
 from ltm.evaluation.latency import BASE, Candidate, Conditions, Timing, measure_latency
 from ltm.evaluation.modes import Mode
 from ltm.models import num_classes_of
-from ltm.progress import Progress
+from ltm.progress import Progress, in_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +156,11 @@ class Measurements:
                 rounds=rounds,
             )
             batch = images(batch_size)
+            lines = partial(in_lines, f"timing batches of {batch_size}", silent=self.quiet)
             switches, work = _forced_switches(), time.process_time()
-            self.timings += measure_latency(candidates, conditions, modes, images=batch)
+            self.timings += measure_latency(
+                candidates, conditions, modes, images=batch, progress=lines
+            )
             seconds = max(1.0, time.process_time() - work)  # less tells nothing
             rate = (_forced_switches() - switches) / seconds
             self.preemptions = max(self.preemptions, rate)
