@@ -164,11 +164,9 @@ def _origin(path: Path) -> tuple[dict[str, Any], str]:
     """By which run a file was written, and from which part."""
     try:
         metadata = require("pyarrow.parquet").read_schema(path).metadata or {}
-        about = json.loads(metadata.get(_ABOUT, b"{}"))
-        if not isinstance(about, dict):
-            raise ValueError(f"{_ABOUT} is not an object")
+        about = dict(json.loads(metadata.get(_ABOUT, b"{}")))
         return about, metadata.get(_KEY, b"").decode()
-    except (ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"{path} is not a readable file of embeddings; delete it, and it is written again"
         ) from error
