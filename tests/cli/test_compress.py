@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import save_file
 from timm.data import create_transform
 from torch import nn
@@ -27,8 +27,8 @@ from ltm.cli import main
 from ltm.cli.commands import command_line
 from ltm.compression.compress import Bisection, _halves, mixed
 from ltm.compression.settings import CompressSettings
-from ltm.data.shapes import ShapesClassification
-from ltm.data.transforms import image_spec
+from ltm.data.shapes import ShapesClassification, example_pictures
+from ltm.data.transforms import ImageSpec, evaluation_transform, image_spec
 from ltm.deployment.forms import code_for
 from ltm.evaluation.images import part_images
 from ltm.evaluation.latency import Candidate, Conditions, Timing, did_not_run
@@ -365,8 +365,22 @@ def test_the_file_and_the_code_do_what_the_report_says(
     eager: dict[str, Any] = {}
     exec(code_for("eager", str(chosen), spec), eager)
     assert known["scores"].shape == (1, 5)
-    # The photo is resized in one step there and in two here.
-    assert np.abs(known["scores"] - eager["scores"].numpy()).max() < 0.5
+    assert np.abs(known["scores"] - eager["scores"].numpy()).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("size", "crop_ratio"), [(224, 0.9), (32, 0.9), (64, 0.875), (48, 0.95), (32, 1.0)]
+)
+def test_the_code_prepares_a_photo_as_it_was_prepared_for_the_evaluation(
+    size: int, crop_ratio: float
+) -> None:
+    spec = ImageSpec(size=(size, size), crop_ratio=crop_ratio)
+    photo = example_pictures(1, 256)[0].image
+    lines = code_for("onnxruntime", "here", spec).splitlines()
+    known: dict[str, Any] = {"photo": photo, "ImageOps": ImageOps, "numpy": np}
+    exec("\n".join(line for line in lines if line.startswith(("image =", "pixels ="))), known)
+    expected = np.asarray(evaluation_transform(spec, normalize=True)(photo))
+    assert known["pixels"].transpose(2, 0, 1) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("form", ["onnxruntime", "eager"])

@@ -6,6 +6,7 @@ user gets, so the same file is timed, compared and written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +62,7 @@ import numpy, onnxruntime
 from PIL import Image, ImageOps
 session = onnxruntime.InferenceSession("{folder}/model.onnx")
 photo = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
-image = ImageOps.fit(photo, {size}, {method}, bleed={bleed:g})
+image = ImageOps.fit(photo, {resized}, {method}){cropped}
 pixels = (numpy.asarray(image) / 255 - {mean}) / {std}
 scores = session.run(None, {{"images": pixels.astype("float32").transpose(2, 0, 1)[None]}})[0]
 """
@@ -78,12 +79,15 @@ _RESAMPLING = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
 def code_for(form: str, folder: str, spec: ImageSpec) -> str:
     """The lines that run a saved network in a form on a photo; `scores` has one for each class."""
     height, width = spec.size
+    resized = (math.floor(width / spec.crop_ratio), math.floor(height / spec.crop_ratio))
+    left, top = round((resized[0] - width) / 2), round((resized[1] - height) / 2)
+    box = (left, top, left + width, top + height)
     return _CODE[form].format(
         folder=folder,
         placed=".cuda()" if "cudagraph" in form else "",
-        size=(width, height),
+        resized=resized,
+        cropped=f".crop({box})" if resized != (width, height) else "",
         method=_RESAMPLING.get(spec.interpolation, 3),
-        bleed=(1 - spec.crop_ratio) / 2,
         mean=list(spec.mean),
         std=list(spec.std),
     )
