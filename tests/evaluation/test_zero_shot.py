@@ -1,6 +1,7 @@
 """Zero-shot evaluation, with towers and tokenizers that are made here."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -69,6 +70,18 @@ def open_clip_folder(tmp_path_factory):
     return path
 
 
+def test_opening_a_network_says_nothing(folder):
+    """A SigLIP's bias is a parameter; torch warned when it became a number."""
+    import transformers
+
+    path = folder("Siglip")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = open_zero_shot(f"hf:{path}", ["disc"])
+    bias = transformers.AutoModel.from_pretrained(path).logit_bias
+    assert model.bias == float(bias.detach())
+
+
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
 @torch.no_grad()
 def test_scores_are_those_of_transformers(folder, kind):
@@ -127,8 +140,12 @@ def test_what_cannot_be_evaluated_zero_shot_is_refused():
     with pytest.raises(ValueError, match=r"has no \{\} in the place"):
         open_zero_shot("hf:x", ["disc"], ["a photo"])
     pytest.importorskip("open_clip")
-    with pytest.raises(ValueError, match=r"tags are .*webli"):
+    with pytest.raises(ValueError, match=r"open_clip:ViT-B-16-SigLIP:TAG, where TAG is webli"):
         open_zero_shot("open_clip:ViT-B-16-SigLIP", ["disc"])
+    with pytest.raises(ValueError, match="nowhere"):
+        open_zero_shot("open_clip:ViT-B-16:nowhere", ["disc"])
+    with pytest.raises(ValueError, match="open_clip has no weights for NoSuch"):
+        open_zero_shot("open_clip:NoSuch", ["disc"])
     with pytest.raises(ValueError, match="give the model by its name"):
         ltm.evaluate(toy("vit"), SHAPES, zero_shot=True)
 

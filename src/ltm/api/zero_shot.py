@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ltm.api.pretrained import SCHEME, preprocessing
+from ltm.api.pretrained import SCHEME, load_pretrained, preprocessing
 from ltm.core.validation import first_line
 from ltm.extras import require
 
@@ -103,10 +103,21 @@ def _open(name: str) -> _Towers:
 
 
 def _number(value: Any, otherwise: float) -> float:
-    return otherwise if value is None else float(value)
+    return otherwise if value is None else float(value.detach())
 
 
 # --- transformers --------------------------------------------------------------------------------
+
+
+_TWO_TOWERS = (
+    "AltCLIPModel",
+    "ChineseCLIPModel",
+    "CLIPModel",
+    "MetaClip2Model",
+    "Siglip2Model",
+    "SiglipModel",
+)
+"""Networks of transformers with a tower for images and one for texts."""
 
 
 class _ProjectedTower(nn.Module):
@@ -122,8 +133,7 @@ class _ProjectedTower(nn.Module):
 
 def _of_transformers(name: str) -> _Towers:
     transformers = require("transformers")
-    opened = transformers.AutoModelForZeroShotImageClassification
-    model: Any = opened.from_pretrained(name, use_safetensors=True, trust_remote_code=False)
+    model: Any = load_pretrained(name, {kind: getattr(transformers, kind) for kind in _TWO_TOWERS})
     model.eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     length = model.config.text_config.max_position_embeddings
@@ -151,10 +161,13 @@ def _of_open_clip(name: str) -> _Towers:
     if not name.startswith(("hf-hub:", "local-dir:")):
         architecture, _, tag = name.partition(":")
         if not tag:
-            known = ", ".join(open_clip.list_pretrained_tags_by_model(architecture)) or "none"
+            tags = open_clip.list_pretrained_tags_by_model(architecture)
+            named = f"model open_clip:{name}"
             raise ValueError(
-                f"model open_clip:{name} has no weights: write open_clip:{name}:TAG; tags are "
-                f"{known}"
+                f"{named}: write open_clip:{architecture}:TAG, where TAG is {', '.join(tags)}"
+                if tags
+                else f"{named}: open_clip has no weights for {architecture}; "
+                "open_clip.list_pretrained() lists what it has"
             )
     model: Any = open_clip.create_model(architecture, pretrained=tag).eval()
     tokenizer: Any = open_clip.get_tokenizer(architecture)
