@@ -131,6 +131,21 @@ def test_dask_takes_a_predictor_into_its_partitions(network: Path) -> None:
     assert labels["label"].tolist() == alone["indices"][:, 0].tolist()
 
 
+@pytest.mark.parametrize("decode", [False, True])
+def test_datasets_maps_a_predictor(decode: bool, network: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    images = [{"bytes": encoded(2 * number), "path": None} for number in range(6)]
+    column = datasets.Image(decode=decode)
+    rows = datasets.Dataset.from_dict({"id": list("abcdef"), "image": images})
+    predictor = ltm.BatchPredictor(network, ("embedding", "top5"), device="cpu", top=1)
+    found = rows.cast_column("image", column).map(predictor, batched=True, batch_size=4)
+    alone = predictor({"image": images})
+    assert found["id"][:] == list("abcdef")
+    assert found["error"][:] == [None] * 6
+    for name in ("embedding", "indices"):
+        np.testing.assert_allclose(np.array(found[name][:]), alone[name], atol=1e-3)
+
+
 # --- Rows ----------------------------------------------------------------------------------------
 
 
