@@ -1,7 +1,9 @@
 """`hf:NAME`: networks of transformers through the loader of all verbs."""
 
 import copy
+import json
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ import torch
 from PIL import Image
 
 import ltm
+import within
+from ltm.api.folders import settings_of
 from ltm.api.pretrained import processor_entries
 from ltm.data.config import DataConfig
 from ltm.data.transforms import evaluation_transform
@@ -121,3 +125,72 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(vit, tmp_path):
         ModelSource(model=f"hf:{tmp_path}").load()
     with pytest.raises(ValueError, match="only timm's networks are made anew"):
         ltm.models.create_model(f"hf:{vit}")
+
+
+def _config(**entries):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **entries}))
+
+    return edit
+
+
+def _file(name, content, *, instead=None):
+    def write(folder):
+        (folder / name).write_text(content)
+        if instead is not None:
+            (folder / instead).unlink()
+
+    return write
+
+
+def _index(file):
+    content = json.dumps({"metadata": {}, "weight_map": {"classifier.bias": file}})
+    return _file("model.safetensors.index.json", content, instead="model.safetensors")
+
+
+HOSTILE = {
+    "layers": (_config(num_hidden_layers=10**6), "more layers than its weights"),
+    "numbers": (_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; it must be"),
+    "size": (_config(hidden_size=2**18), "more than its weights hold"),
+    "type": (_config(hidden_size="a"), "hidden_size"),
+    "labels": (_config(id2label="x"), "cannot be read"),
+    "outside": (_index("../../other.safetensors"), "weight_map names '../../other.safetensors'"),
+    "absolute": (_index("/etc/passwd"), "weight_map names '/etc/passwd'"),
+    "pickle": (_index("pytorch_model.bin"), "weight_map names 'pytorch_model.bin'"),
+    "weights": (_file("model.safetensors", "garbage" * 9), "the weights of model hf:"),
+    "adapter": (_file("adapter_config.json", "{}"), "it is an adapter of another network"),
+    "processor": (
+        _file("preprocessor_config.json", '{"image_processor_type": "ViTImageProcessor", '
+        '"size": {"height": 1000000000, "width": 48}}'),
+        r"image processor are not readable \(image_size is \(1000000000, 48\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_is_refused_in_a_sentence(name, vit, tmp_path):
+    """Tracebacks, hangs, and files outside the folder that were opened, even as pickles."""
+    folder = shutil.copytree(vit, tmp_path / "vit")
+    damage, match = HOSTILE[name]
+    damage(folder)
+    with within.seconds(60), pytest.raises(ValueError, match=match) as caught:
+        ModelSource(model=f"hf:{folder}").load()
+    assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("entry", ["attn_implementation", "_attn_implementation", "auto_map"])
+def test_a_folder_runs_no_code(entry, vit, tmp_path):
+    """transformers loads a named attention from the hub, compiled code that it runs."""
+    folder = shutil.copytree(vit, tmp_path / "vit")
+    of_hub = {"AutoConfig": "evil.Evil"} if entry == "auto_map" else "kernels-community/evil"
+    _config(**{entry: of_hub, "quantization_config": {"quant_method": "bitsandbytes"}})(folder)
+    (folder / "evil.py").write_text("raise SystemExit('it runs')")
+    before = ModelSource(model=f"hf:{vit}").load()
+    assert torch.equal(ModelSource(model=f"hf:{folder}").load()(IMAGES), before(IMAGES))
+
+
+def test_groups_of_settings_run_no_code_either():
+    config = {"model_type": "clip", "vision_config": {"_attn_implementation": "some-one/evil"}}
+    assert settings_of(transformers.CLIPModel, config).vision_config._attn_implementation is None

@@ -261,12 +261,13 @@ def is_pretrained(config: Mapping[str, Any]) -> bool:
     return "model_type" in config and "architecture" not in config
 
 
-_NOT_SETTINGS = frozenset({*_NETWORK, _CHECKSUMS, "architectures", "auto_map", "_name_or_path"}) | {
-    "quantization_config",
-    "attn_implementation",
-    "_attn_implementation",
-}
-"""Entries that transformers would act on, or that are ltm's."""
+_NOT_SETTINGS = frozenset({*_NETWORK, _CHECKSUMS, "architectures"})
+"""Entries that are no settings of a network of transformers."""
+_ACTED_ON = frozenset(
+    {"auto_map", "quantization_config", "attn_implementation", "experts_implementation"}
+)
+"""Entries that make transformers run other code, some of it from the hub. So do its private ones,
+which begin with an underscore."""
 
 
 def known_networks() -> dict[str, Any]:
@@ -286,14 +287,33 @@ def make_pretrained(config: Mapping[str, Any], weights: Mapping[str, Tensor]) ->
             "made like the saved one"
         )
     kind = known[named[0]]
-    entries = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
-    for name, value in entries.items():
-        _check_setting(name, value)
-    settings = kind.config_class.from_dict(entries)
+    settings = settings_of(kind, config)
+    require_fit(kind, settings, weights)
+    return kind(settings)
+
+
+def require_fit(kind: Any, settings: Any, weights: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if a network of transformers is much larger than its weights."""
     most, room = _limits(weights)
     with torch.device("meta"), _at_most(most):
         _require_room(kind(settings), room)
-    return kind(settings)
+
+
+def settings_of(kind: Any, config: Mapping[str, Any]) -> Any:
+    """The settings of a network of transformers, of plain values alone."""
+    entries = _inert({name: value for name, value in config.items() if name not in _NOT_SETTINGS})
+    for name, value in entries.items():
+        _check_setting(name, value)
+    return kind.config_class.from_dict(entries)
+
+
+def _inert(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries without those that transformers would act on, in groups too."""
+    return {
+        name: _inert(cast("Mapping[str, Any]", value)) if isinstance(value, dict) else value
+        for name, value in entries.items()
+        if not name.startswith("_") and name not in _ACTED_ON
+    }
 
 
 def _check_setting(name: str, value: Any) -> None:

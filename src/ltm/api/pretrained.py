@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from ltm.adapters.base import select_adapter
-from ltm.api.folders import known_networks
+from ltm.api.folders import check_image_size, known_networks, require_fit, settings_of
 from ltm.core.validation import first_line
 from ltm.extras import require
+from ltm.files import read_json
 
 SCHEME = "hf:"
 """The prefix of names of transformers."""
@@ -49,32 +54,70 @@ def open_pretrained(name: str) -> nn.Module:
     Args:
         name: a name on the hub, or a folder that `save_pretrained` wrote.
     """
-    transformers = require("transformers")
+    require("transformers")
     with nullcontext("") if Path(name).exists() else reaching_hub() as unreached:
-        return _opened(name, transformers, unreached)
+        model: Any = load_pretrained(name, known_networks(), unreached)
+        return _prepared_(model, preprocessing(name, model.config), name)
 
 
-def _opened(name: str, transformers: Any, unreached: str) -> nn.Module:
-    known = known_networks()
+def load_pretrained(name: str, known: Mapping[str, Any], unreached: str = "") -> nn.Module:
+    """Load a network with its weights, as one of the known classes.
+
+    A folder is data, whoever wrote it: see `ltm.api.folders`.
+    """
+    transformers = require("transformers")
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        entries: dict[str, Any] = transformers.PretrainedConfig.get_config_dict(name)[0]
+        kind: str = entries["model_type"]
+    except Exception as error:  # transformers and its hub fail in ways of their own
         reason = f"{unreached} cannot be reached" if unreached else first_line(error)
         raise ValueError(
             f"model {SCHEME}{name} cannot be found ({reason}): give a name of the hub, or a folder "
             "with a config.json of transformers"
         ) from error
-    named = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    named = str((entries.get("architectures") or [kind])[0])
     if named not in known:
-        raise ValueError(f"model {SCHEME}{name} is a {named}; known are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"model {SCHEME}{name} is a {named:.80}; known are {', '.join(sorted(known))}"
+        )
     try:
-        model: nn.Module = known[named].from_pretrained(name, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
+        settings = settings_of(known[named], entries)
+        require_fit(known[named], settings, _outline(name))
+        return known[named].from_pretrained(name, config=settings, use_safetensors=True)
+    except Exception as error:
         raise ValueError(
             f"the weights of model {SCHEME}{name} cannot be read ({first_line(error)}): it needs a "
             "model.safetensors that fits its config.json"
         ) from error
-    return _prepared_(model, preprocessing(name, config), name)
+
+
+_WEIGHTS_FILE = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
+
+
+def _outline(name: str) -> dict[str, Tensor]:
+    """The shapes of a network's weights, as tensors on `meta`."""
+    found: dict[str, Tensor] = {}
+    for path in _weight_files(name):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no dictionary
+                found[key] = torch.empty(file.get_slice(key).get_shape(), device="meta")
+    return found
+
+
+def _weight_files(name: str) -> list[str]:
+    """The files that hold a network's weights, none of them outside its folder."""
+    file = partial(require("transformers.utils").cached_file, name)
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ValueError("it is an adapter of another network; merge the two first")
+    whole: str | None = file("model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if whole is not None:
+        return [whole]
+    index: dict[str, Any] = read_json(Path(file("model.safetensors.index.json")))
+    names = sorted(set(index["weight_map"].values()))
+    for each in names:
+        if not _WEIGHTS_FILE.fullmatch(each):
+            raise ValueError(f"weight_map names {each!r:.80}, no .safetensors file beside it")
+    return [file(each) for each in names]
 
 
 def _prepared_(model: nn.Module, images: Mapping[str, Any], name: str) -> nn.Module:
@@ -102,11 +145,20 @@ def preprocessing(name: str, config: Any) -> dict[str, Any]:
     """The preprocessing of the network's image processor, as entries of timm."""
     transformers = require("transformers")
     try:
-        stored = transformers.AutoImageProcessor.from_pretrained(name).to_dict()
+        processor = transformers.AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+        stored = processor.to_dict()
     except (OSError, ValueError):  # there is no processor
         stored = {}
     vision = getattr(config, "vision_config", config)
-    return processor_entries(stored, int(getattr(vision, "image_size", 224)))
+    try:
+        entries = processor_entries(stored, int(getattr(vision, "image_size", 224)))
+        check_image_size(entries["input_size"][1:])
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"model {SCHEME}{name}: the settings of its image processor are not readable "
+            f"({first_line(error)})"
+        ) from error
+    return entries
 
 
 def processor_entries(stored: Mapping[str, Any], side: int) -> dict[str, Any]:
@@ -127,5 +179,5 @@ def processor_entries(stored: Mapping[str, Any], side: int) -> dict[str, Any]:
         "interpolation": _RESAMPLING.get(stored.get("resample"), "bicubic"),
     }
     for ours, theirs in (("mean", "image_mean"), ("std", "image_std")):
-        entries[ours] = tuple(stored.get(theirs) or (0.5, 0.5, 0.5))
+        entries[ours] = tuple(map(float, stored.get(theirs) or (0.5, 0.5, 0.5)))
     return entries
