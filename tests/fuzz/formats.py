@@ -4,18 +4,22 @@ the library reads it.
 
 import io
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from fuzz.mutations import Mutation, mutate_bytes, mutate_json, mutate_text
 from ltm.data.datasets import open_dataset
-from ltm.data.decoding import read_image
+from ltm.data.decoding import decode_array, read_image
 from ltm.data.limits import split_limits
 from ltm.data.shapes import ShapesClassification, ShapesDetection
+from ltm.data.sources import ImageRef, Part, find_images
+from ltm.deployment.tables import Tables
 from ltm.detection.coco import open_detection
 from written import write_archive, write_coco_folder, write_shards
 
@@ -77,6 +81,49 @@ def _make_image(kind: str, mode: str, folder: Path) -> Path:
     return path
 
 
+def _encoded(index: int) -> bytes:
+    buffer = io.BytesIO()
+    _pictures()[index][0].save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _make_parquet(folder: Path) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [{"bytes": _encoded(index), "path": None} for index in range(4)]
+    table = pyarrow.table({"id": list("abcd"), "image": images})
+    parquet.write_table(table, folder / "pictures.parquet", row_group_size=2)
+    return folder / "pictures.parquet"
+
+
+def _read_references(path: Path) -> object:
+    """What `ltm embed` and `ltm predict` read; an image may be damaged, by any error."""
+    return [_read_reference(image) for image in find_images([str(path)])]
+
+
+def _read_reference(image: ImageRef) -> object:
+    try:
+        return image.open()
+    except Exception as error:  # noqa: BLE001 - becomes a line of the output
+        return error
+
+
+def _make_embeddings(folder: Path) -> Path:
+    """A file of an `ltm embed`, which `--resume` looks at."""
+    batch = {"part": [0], "place": [0], "part_rows": [1], "id": ["a"], "error": [None]}
+    with closing(Tables(folder, {"model": "small"})) as tables:
+        tables.add({name: np.array(values) for name, values in batch.items()})
+        return tables.path(0)
+
+
+def _read_embeddings(path: Path) -> object:
+    return Tables(path.parent.parent, {"model": "small"}).has(0, Part("", tuple))
+
+
+def _make_array(folder: Path) -> Path:
+    np.save(folder / "picture.npy", np.zeros((24, 32, 3), np.uint8))
+    return folder / "picture.npy"
+
+
 def _make_words(folder: Path) -> Path:
     path = folder / "words.txt"
     path.write_text("pictures?most_pixels=100,most_classes=10,most_bytes=1000")
@@ -108,6 +155,13 @@ FORMATS = (
         make=_make_annotations,
         read=_read_annotations,
         mutate=mutate_json,
+    ),
+    Format(name="parquet", make=_make_parquet, read=_read_references),
+    Format(name="embeddings", make=_make_embeddings, read=_read_embeddings),
+    Format(
+        name="array",
+        make=_make_array,
+        read=lambda path: decode_array(path.read_bytes(), str(path)),
     ),
     Format(name="limits", make=_make_words, read=_read_words, mutate=mutate_text),
     *(
