@@ -164,9 +164,15 @@ def _origin(path: Path) -> tuple[dict[str, Any], str]:
     """By which run a file was written, and from which part."""
     try:
         metadata = require("pyarrow.parquet").read_schema(path).metadata or {}
-        about = dict(json.loads(metadata.get(_ABOUT, b"{}")))
-        return about, metadata.get(_KEY, b"").decode()
-    except (TypeError, ValueError, OSError) as error:
+        return _object(metadata.get(_ABOUT, b"{}")), metadata.get(_KEY, b"").decode()
+    except (ValueError, OSError) as error:
         raise ValueError(
             f"{path} is not a readable file of embeddings; delete it, and it is written again"
         ) from error
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{found} is not an object")
+    return found
