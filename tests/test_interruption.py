@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ltm import interruption
 from ltm.cli import main
+from ltm.evaluation import measurement
 from ltm.interruption import in_steps, stepwise, stop_if_asked, whole_command
 from ltm.training.trainer import Trainer
 from ltm.web.server import Server
@@ -271,3 +272,24 @@ def test_every_command_stops_within_two_seconds_and_says_so(
     assert "ltm: stopped by Ctrl-C" in said.err
     assert "Traceback" not in said.err
     assert not Path("out", ".lock").exists()
+
+
+@pytest.mark.slow
+def test_nothing_more_is_measured_after_the_press(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`compress` and `demo` showed 64 images to every network once more, to count their tokens."""
+    evaluate = measurement.evaluate
+
+    def pressed(models: Any, batches: Any, **options: Any) -> Any:
+        press()
+        return evaluate(models, batches, **options)
+
+    monkeypatch.setattr(measurement, "evaluate", pressed)
+    monkeypatch.setattr(measurement, "tokens_by_block", lambda *_: pytest.fail("it goes on"))
+    monkeypatch.chdir(tmp_path)
+    arguments = {name: int(value) for name, value in (word.split("=") for word in VIT)}
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=3, **arguments)
+    save_file(network.state_dict(), "weights.safetensors")
+    assert main([*COMMANDS["compress"], "--no-time", "--output", "out"]) == 130
+    assert "Stopped during the evaluation; out holds what was done" in capsys.readouterr().out

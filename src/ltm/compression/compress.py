@@ -671,6 +671,7 @@ class _Compression:
         self.say(f"Evaluating {len(self.models)} networks on {len(dataset):,} images")
         files = {name: self.onnx(self.model) for name in self.files}
         self.measured.measure_accuracy(self._batches(mixed(dataset)), files)
+        self.measured.measure_tokens(self._sample())
 
     def measure_bottleneck(self) -> None:
         """Information bottleneck by block."""
@@ -718,8 +719,6 @@ class _Compression:
         done = report(self.model) if settings.method in self.models else None
         share = 1.0 if done is None else done.share
         used = self.__dict__.get("calibration_batch")
-        if self.measured.outputs:
-            self.measured.measure_tokens(self._sample())
         return Comparison(
             title=f"{name} at {share:.2f} of its multiply-adds, by {display_name(settings.method)}",
             model=name,
