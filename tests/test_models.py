@@ -60,6 +60,14 @@ def test_checkpoints_of_others_are_unwrapped(
     assert all(torch.equal(v, host.state_dict()[k]) for k, v in model.state_dict().items())
 
 
+def test_only_the_beginning_of_a_name_is_unwrapped(tmp_path: Path) -> None:
+    """EfficientViT has a `context_module.` in the middle, without which no weights of it fit."""
+    names = ("module.stages.0.context_module.main.weight", "a._orig_mod.b", "my_module.c")
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "a.safetensors")
+    found = read_weights(tmp_path / "a.safetensors")
+    assert set(found) == {"stages.0.context_module.main.weight", *names[1:]}
+
+
 class Malicious:
     """Would make a file if it were unpickled."""
 

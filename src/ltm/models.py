@@ -770,7 +770,7 @@ _ENTRIES = {
     "model": "the weights",
 }
 """The entries of checkpoints that may hold a state dict; averaged weights take precedence."""
-_WRAPPERS = re.compile(r"(module\.|_orig_mod\.)*")
+_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
 """What DistributedDataParallel and torch.compile write before the name of a parameter."""
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _DAMAGED = "the file is damaged, or holds more than tensors; copy it again or save its state dict"
