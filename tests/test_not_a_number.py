@@ -47,6 +47,10 @@ def _save(model: nn.Module, folder: Path) -> object:
 VERBS: dict[str, Callable[[nn.Module, Path], object]] = {
     "save": _save,
     "predict": _predict,
+    "embed": lambda model, folder: ltm.embed(model, folder, folder / "new"),
+    "visualize": lambda model, folder: ltm.visualize(model),
+    "finetune": lambda model, folder: ltm.finetune(model, "shapes", output=folder / "new"),
+    "tuning": lambda model, _: ltm.finetune(model, "shapes", teacher="self"),
     "export": lambda model, folder: ltm.export(model, folder / "new"),
     "calibrate": lambda model, _: ltm.calibrate(model, _images(32), CalibrateSettings(budget=0.7)),
     "compress": lambda model, _: ltm.compress(model, "shapes", CompressSettings(images=8)),

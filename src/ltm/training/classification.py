@@ -27,7 +27,7 @@ from ltm.api import (
 )
 from ltm.core.bottleneck import BETA, InformationBottleneck, image_features, information_bottleneck
 from ltm.core.cost import evaluating
-from ltm.core.finite import NonFiniteError, is_finite
+from ltm.core.finite import NonFiniteError, is_finite, require_finite
 from ltm.data.datasets import Splits, open_splits
 from ltm.data.images import ImageDataset
 from ltm.data.loading import Batch, Loader, evaluation_loader, training_loader
@@ -126,8 +126,11 @@ class Classification(Task):
         self._new_head: frozenset[str] = frozenset()
 
     def check(self) -> None:
-        if self._given_model is not None and self.settings.run.strategy == "fsdp":
+        if self._given_model is None:
+            return
+        if self.settings.run.strategy == "fsdp":
             raise ValueError("strategy is fsdp, which needs a model made by the run; use ddp")
+        require_finite(self._given_model.state_dict(), "model: ")
 
     def open_data(self) -> None:
         self.splits = self._given_splits or open_splits(self.settings.data)
