@@ -635,6 +635,17 @@ def test_ctrl_c_while_choosing_keeps_the_ratio_at_hand(monkeypatch: pytest.Monke
     assert "was missed" not in repr(result)
 
 
+def test_only_the_ratios_that_were_given_are_tried() -> None:
+    result = ltm.compress(
+        timm.create_model("efficientvit_b0", num_classes=5).eval(),
+        "shapes:classes=5,size=64,images=16,val_images=16", method="tome",
+        ratios=(0.95, 0.3), pictures="generated", bottleneck_images=0, forms=("eager",),
+        time_rounds=1, workers=0, device="cpu",
+    )  # fmt: skip
+    assert [point.ratio for point in result.comparison.curve] == [0.95]
+    assert "cannot go below" in result.comparison.left_out["tome at 0.3"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -263,10 +263,10 @@ class _Compression:
         self.data, self.settings, self.say = data, settings, say
         self.folder = None if folder is None else Path(folder)
         self.device = local_device(settings.device)
-        self.config = method_config(settings.method, settings.ratio)
+        self.config = method_config(settings.method, settings.first_ratio)
         self.peers = [text for text in split_methods(settings.compare) if text != settings.method]
         for text in self.peers:
-            method_config(text, settings.ratio)
+            method_config(text, settings.first_ratio)
         self.forms = _forms(settings, self.device)
         if (settings.num_points or settings.has_goal) and self.config.ratio is None:
             raise ValueError(f"method is {settings.method}: its token counts are given already")

@@ -134,6 +134,11 @@ class CompressSettings:
         return tuple(sorted(set(self.ratios), reverse=True))
 
     @property
+    def first_ratio(self) -> float:
+        """The ratio of the first network."""
+        return max(self.ratios, default=self.ratio)
+
+    @property
     def num_points(self) -> int:
         """How many ratios are tried; 0 if one ratio was given."""
         return len(self.curve) or (NUM_POINTS if self.max_loss is not None else 0)
