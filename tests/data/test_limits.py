@@ -166,11 +166,15 @@ def test_a_small_png_of_169_megapixels(tmp_path):
     refuses(tmp_path, "0.png has 169000000 pixels, but most_pixels is 134217728; if", read=True)
 
 
-def parquet(path, images, **options):
+def parquet(path, images):
+    pyarrow = pytest.importorskip("pyarrow")
+    return write_column(path, pyarrow.array(images, pyarrow.large_binary()))
+
+
+def write_column(path, images, **options):
     pyarrow = pytest.importorskip("pyarrow")
     file = pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table({"image": pyarrow.array(images, pyarrow.large_binary())})
-    file.write_table(table, path, **options)
+    file.write_table(pyarrow.table({"image": images}), path, **options)
     return str(path)
 
 
@@ -186,8 +190,14 @@ def test_a_parquet_file_of_endless_rows(tmp_path):
 
 def test_a_parquet_file_that_repeats_a_large_value(tmp_path):
     """A value that repeats is stored once: all rows of this file would be 20 GB."""
-    value = bytes(2**24)
-    path = parquet(tmp_path / "same.parquet", [value] * 1280, dictionary_pagesize_limit=2**30)
+    pyarrow = pytest.importorskip("pyarrow")
+    places, value = pyarrow.array([0] * 1280, pyarrow.int32()), pyarrow.array([bytes(2**24)])
+    path = write_column(
+        tmp_path / "same.parquet",
+        pyarrow.DictionaryArray.from_arrays(places, value),
+        dictionary_pagesize_limit=2**30,
+        store_schema=False,  # or it is read as a dictionary again
+    )
     images = list(find_images([path]))
     for image in (images[0], images[-1]):
         with pytest.raises(ValueError, match=r"same\.parquet has \d+ bytes and would inflate to"):
