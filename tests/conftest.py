@@ -37,7 +37,7 @@ settings.load_profile("fixed")
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-MODELS = ("vit", "eva", "relative", *GRIDS)
+MODELS = ("vit", *GRIDS)
 """Toys that meet every method. The others are their relatives, and meet LTM and one other."""
 
 

@@ -48,7 +48,7 @@ CASES = {
     "one image": {"images": 1, "attended": True},
     "one image, long": {
         "images": 1,
-        "num_patches": 300,
+        "num_patches": 260,
         "num_leaving": 150,
         "attended": True,
         "sized": True,
@@ -56,15 +56,15 @@ CASES = {
     "shared sizes": {"attended": True, "shared": True},
     "given weights": {"sized": True, "attended": True, "weighed": True},
     "long with padding": {
-        "num_patches": 290,
+        "num_patches": 260,
         "num_leaving": 100,
         "sized": True,
         "attended": True,
         "padded": True,
     },
     "sides": {"alternate": True, "attended": True, "num_leaving": 20},
-    "long sides": {"alternate": True, "num_patches": 301, "num_leaving": 90, "sized": True},
-    "more than a side": {"alternate": True, "num_patches": 270, "num_leaving": 180},
+    "long sides": {"alternate": True, "num_patches": 261, "num_leaving": 90, "sized": True},
+    "more than a side": {"alternate": True, "num_patches": 260, "num_leaving": 180},
     "pruned": {"sized": True, "attended": True, "weighed": True, "prune": True},
 }
 LENGTHS = (2, 255, 256, 257)

@@ -133,8 +133,15 @@ def test_refusals_are_read_and_another_method_is_chosen(
     page.close()
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (390, "dark"),
+        pytest.param(1280, "dark", marks=pytest.mark.exhaustive),
+        pytest.param(390, "light", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_nothing_overlaps_scrolls_sideways_or_fades(
     browser: Any, served: Served, width: int, scheme: str
 ) -> None:

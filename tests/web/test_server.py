@@ -74,6 +74,7 @@ def test_only_this_machine_can_connect(served: Served) -> None:
         socket.create_connection(("127.0.0.2", served.port), timeout=5)
 
 
+@pytest.mark.exhaustive
 def test_requests_in_a_row_and_at_once_leave_memory_flat(
     served: Served, client: Any, picture: Path
 ) -> None:
