@@ -423,7 +423,7 @@ def main():
         },
         "attention in half": {
             f"{t} of {batch}": attend(t, dtype=torch.float16, batch=batch)
-            for t, batch in ((17, 2), (74, 18), (140, 18), (172, 2), (200, 18), (300, 2))
+            for t, batch in ((17, 2), (74, 18), (140, 18), (172, 2), (200, 18), (300, 2), (384, 2))
         },
         "turned": [
             turned(halves, heads, placed)

@@ -153,57 +153,75 @@ def _short_attention_kernel(
 
 
 @triton.jit
+def _see(
+    asked, keys, values, biases, first, t, key_token, value_token, d, scale, power,
+    largest, total, answer,
+    SIZES: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add some keys and their values to the softmax so far; WHOLE says that all keys are there."""
+    columns, width = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
+    there = (columns < t) | WHOLE
+    valid = there[:, None] & ((width < d) | EVEN)[None]
+    key = tl.load(keys + columns[:, None] * key_token + width[None], mask=valid, other=0.0)
+    value = tl.load(values + columns[:, None] * value_token + width[None], mask=valid, other=0.0)
+    if SIZES:
+        counted = _bias_of(tl.load(biases + columns, mask=there, other=1.0), power)
+        counted = tl.where(there, counted, float("-inf"))
+    else:
+        counted = tl.load(biases + columns, mask=there, other=float("-inf"))
+    scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale + counted[None]
+    now = tl.maximum(largest, tl.max(scores, axis=1))
+    scores = tl.exp2(scores - now[:, None])
+    before = tl.exp2(largest - now)
+    total = total * before + tl.sum(scores, axis=1)
+    answer = answer * before[:, None]
+    answer = tl.dot(scores.to(value.dtype), value, answer, input_precision="ieee")
+    return now, total, answer
+
+
+@triton.jit
 def _attention_kernel(
     query, key, value, bias, out, t, heads, d,
     query_image, query_token, query_head, key_image, key_token, key_head,
     value_image, value_token, value_head, key_offset, value_offset, bias_stride, scale, power,
     SIZES: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Attention of some queries of a head, with a bias on the keys.
 
-    With SIZES the argument `bias` holds sizes instead.
+    With SIZES the argument `bias` holds sizes instead. REST holds the keys after the last COLUMNS.
     """
     blocks = tl.cdiv(t, ROWS)
     which = tl.program_id(0) // blocks
     image, head = (which // heads).to(tl.int64), which % heads
     rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    columns, width = tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
-    asking = rows < t
-    known = (width < d) | EVEN
+    width = tl.arange(0, WIDTH)
+    asking = (rows < t)[:, None] & ((width < d) | EVEN)[None]
     asked = tl.load(
         query + image * query_image + head * query_head + rows[:, None] * query_token + width[None],
-        mask=asking[:, None] & known[None], other=0.0,
+        mask=asking, other=0.0,
     )  # fmt: skip
     keys = key + image * key_image + head * key_head + key_offset
     values = value + image * value_image + head * value_head + value_offset
-    keys += columns[:, None] * key_token + width[None]
-    values += columns[:, None] * value_token + width[None]
-    biases = bias + image * bias_stride + columns
+    biases = bias + image * bias_stride
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     answer = tl.zeros((ROWS, WIDTH), tl.float32)
-    for first in range(0, t, COLUMNS):
-        there = columns < t - first
-        valid = there[:, None] & known[None]
-        k = tl.load(keys + first * key_token, mask=valid, other=0.0)
-        if SIZES:
-            counted = _bias_of(tl.load(biases + first, mask=there, other=1.0), power)
-            counted = tl.where(there, counted, float("-inf"))
-        else:
-            counted = tl.load(biases + first, mask=there, other=float("-inf"))
-        scores = tl.dot(asked, tl.trans(k), input_precision="ieee") * scale + counted[None]
-        now = tl.maximum(largest, tl.max(scores, axis=1))
-        scores = tl.exp2(scores - now[:, None])
-        before = tl.exp2(largest - now)
-        total = total * before + tl.sum(scores, axis=1)
-        answer = answer * before[:, None]
-        v = tl.load(values + first * value_token, mask=valid, other=0.0)
-        answer = tl.dot(scores.to(v.dtype), v, answer, input_precision="ieee")
-        largest = now
+    whole = t // COLUMNS * COLUMNS
+    for first in range(0, whole, COLUMNS):
+        largest, total, answer = _see(
+            asked, keys, values, biases, first, t, key_token, value_token, d, scale, power,
+            largest, total, answer, SIZES, EVEN, True, COLUMNS, WIDTH,
+        )  # fmt: skip
+    if REST > 0:
+        largest, total, answer = _see(
+            asked, keys, values, biases, whole, t, key_token, value_token, d, scale, power,
+            largest, total, answer, SIZES, EVEN, False, REST, WIDTH,
+        )  # fmt: skip
     answer = answer / total[:, None]
     place = out + (image * t + rows[:, None]) * heads * d + head * d + width[None]
-    tl.store(place, answer.to(out.dtype.element_ty), mask=asking[:, None] & known[None])
+    tl.store(place, answer.to(out.dtype.element_ty), mask=asking)
 
 
 @triton.jit
@@ -392,7 +410,8 @@ def _attend(
         query.tensor, key.tensor, value.tensor, bias, out, t, h, d,
         *query.strides, *key.strides, *value.strides, key.offset, value.offset, stride,
         scale * _LOG2_E, power, SIZES=few, EVEN=d == fitting(d, 16), ROWS=rows, COLUMNS=columns,
-        WIDTH=fitting(d, 16), num_warps=warps, num_stages=stages,
+        REST=fitting(t % columns, 16) if t % columns else 0, WIDTH=fitting(d, 16),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
