@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
 from ltm.kernels.dispatch import compact
+from ltm.kernels.streams import mark
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 _T = TypeVar("_T")
@@ -90,6 +91,8 @@ class Frame:
     """What is known about the tokens that enter each block."""
     projected: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
     """Outputs of recorded projections, by block and part, until they are read."""
+    mark: torch.cuda.Event | None = None
+    """Where the last projection was recorded, in a CUDA graph that work may branch off from."""
     pool: Tensor | None = None
     """Token sizes of the last map, `b h w`, until the head has read them."""
 
@@ -551,7 +554,8 @@ class RecordedProjection(nn.Module):
         out = super().forward(x)
         state, index, part = self.recorded
         if state.merging:
-            state.frame.projected[index, part] = out
+            frame = state.frame
+            frame.projected[index, part], frame.mark = out, mark(out)
         return out
 
 

@@ -253,7 +253,8 @@ def size_bias(
     A token of size zero is masked out, whatever the power.
     """
     least = max(1e-10 ** (1 / power), 1e-35) if power > 0 else 1e-10
-    return (power * size.float().clamp_min(least).log()).to(dtype)[:, None, None, :]
+    bias = size.float().clamp_min(least).log()
+    return (bias if power == 1 else power * bias).to(dtype)[:, None, None, :]
 
 
 def _is_softmax(layer: Any) -> bool:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ltm.kernels.streams import FEW_IMAGES
 from ltm.kernels.triton.launch import (
-    FEW_IMAGES,
     fitting,
     has_room,
     parts_of,
@@ -154,10 +154,9 @@ def _short_attention_kernel(
 
 @triton.jit
 def _see(
-    asked, keys, values, biases, first, t, key_token, value_token, d, scale, power,
+    asked, keys, values, biases, first, t, key_token, value_token, d, scale,
     largest, total, answer,
-    SIZES: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Add some keys and their values to the softmax so far; WHOLE says that all keys are there."""
     columns, width = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
@@ -165,11 +164,7 @@ def _see(
     valid = there[:, None] & ((width < d) | EVEN)[None]
     key = tl.load(keys + columns[:, None] * key_token + width[None], mask=valid, other=0.0)
     value = tl.load(values + columns[:, None] * value_token + width[None], mask=valid, other=0.0)
-    if SIZES:
-        counted = _bias_of(tl.load(biases + columns, mask=there, other=1.0), power)
-        counted = tl.where(there, counted, float("-inf"))
-    else:
-        counted = tl.load(biases + columns, mask=there, other=float("-inf"))
+    counted = tl.load(biases + columns, mask=there, other=float("-inf"))
     scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale + counted[None]
     now = tl.maximum(largest, tl.max(scores, axis=1))
     scores = tl.exp2(scores - now[:, None])
@@ -184,13 +179,13 @@ def _see(
 def _attention_kernel(
     query, key, value, bias, out, t, heads, d,
     query_image, query_token, query_head, key_image, key_token, key_head,
-    value_image, value_token, value_head, key_offset, value_offset, bias_stride, scale, power,
-    SIZES: tl.constexpr, EVEN: tl.constexpr,
+    value_image, value_token, value_head, key_offset, value_offset, bias_stride, scale,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Attention of some queries of a head, with a bias on the keys.
 
-    With SIZES the argument `bias` holds sizes instead. REST holds the keys after the last COLUMNS.
+    Keys come in tiles of COLUMNS; what is left after them fits in REST.
     """
     blocks = tl.cdiv(t, ROWS)
     which = tl.program_id(0) // blocks
@@ -211,13 +206,13 @@ def _attention_kernel(
     whole = t // COLUMNS * COLUMNS
     for first in range(0, whole, COLUMNS):
         largest, total, answer = _see(
-            asked, keys, values, biases, first, t, key_token, value_token, d, scale, power,
-            largest, total, answer, SIZES, EVEN, True, COLUMNS, WIDTH,
+            asked, keys, values, biases, first, t, key_token, value_token, d, scale,
+            largest, total, answer, EVEN, True, COLUMNS, WIDTH,
         )  # fmt: skip
     if REST > 0:
         largest, total, answer = _see(
-            asked, keys, values, biases, whole, t, key_token, value_token, d, scale, power,
-            largest, total, answer, SIZES, EVEN, False, REST, WIDTH,
+            asked, keys, values, biases, whole, t, key_token, value_token, d, scale,
+            largest, total, answer, EVEN, False, REST, WIDTH,
         )  # fmt: skip
     answer = answer / total[:, None]
     place = out + (image * t + rows[:, None]) * heads * d + head * d + width[None]
@@ -397,33 +392,31 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     b, x = query.tensor.shape[0], query.tensor
     out = x.new_empty(b, t, h * d)
-    bias, stride = sizes_of(size, size)
-    few = b < FEW_IMAGES  # saving a launch is worth a logarithm in each block
-    if not few:
-        bias = torch.empty(bias.shape, device=x.device, dtype=torch.float32)
-        number = bias.numel()
-        _bias_kernel[(parts_of(number, 256),)](
-            size.contiguous(), bias, number, power, TOKENS=256, num_warps=2
-        )
-    rows, columns, warps, stages = _blocks(x, fitting(d, 16))
+    size, stride = sizes_of(size, size)
+    bias = torch.empty(size.shape, device=x.device, dtype=torch.float32)
+    number = bias.numel()
+    _bias_kernel[(parts_of(number, 256),)](size, bias, number, power, TOKENS=256, num_warps=2)
+    rows, columns, warps, stages = _blocks(x, t, fitting(d, 16))
     _attention_kernel[(parts_of(t, rows) * b * h,)](
         query.tensor, key.tensor, value.tensor, bias, out, t, h, d,
         *query.strides, *key.strides, *value.strides, key.offset, value.offset, stride,
-        scale * _LOG2_E, power, SIZES=few, EVEN=d == fitting(d, 16), ROWS=rows, COLUMNS=columns,
+        scale * _LOG2_E, EVEN=d == fitting(d, 16), ROWS=rows, COLUMNS=columns,
         REST=fitting(t % columns, 16) if t % columns else 0, WIDTH=fitting(d, 16),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
 
-def _blocks(x: Tensor, width: int) -> tuple[int, int, int, int]:
+def _blocks(x: Tensor, num_keys: int, width: int) -> tuple[int, int, int, int]:
     """Queries and keys per program, warps, and pipeline stages."""
     wide = width > _MOST_CHANNELS
     if x.element_size() == 4:
         return (32, 32, 4, 1) if wide else (64, 32, 4, 2)
     if not has_room(x.device, _ROOM):
         return (64, 32, 4, 2)
-    return (64, 64, 4, 3) if wide else (64, 128, 4, 3)
+    if wide:
+        return (64, 64, 4, 3)
+    return (64, 128, 4, 2 if num_keys % 128 else 3)  # fewer registers where some keys are left
 
 
 def _tiles(t: int) -> tuple[int, int]:

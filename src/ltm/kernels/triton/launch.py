@@ -4,15 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
 
-FEW_IMAGES = 16
-"""Smaller batches leave most of a GPU idle, and finish earlier with smaller programs."""
 ROOM = 96 * 1024
 """Shared memory in bytes for the largest tiles; GPUs with less also have too few registers."""
 
@@ -38,29 +34,6 @@ def sizes_of(size: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:
         return nothing, 0
     size = size.contiguous()
     return size, 0 if size.shape[0] == 1 else size.shape[1]
-
-
-@contextmanager
-def branch(x: Tensor) -> Generator[Callable[[], None]]:
-    """In a CUDA graph for few images, run what is inside in parallel, until the yielded join.
-
-    Otherwise it runs in order: many images fill a GPU, and without a graph a second stream costs
-    more CPU time than it saves.
-    """
-    few = x.is_cuda and x.shape[0] < FEW_IMAGES
-    if not (few and torch.cuda.is_current_stream_capturing()):
-        yield lambda: None
-        return
-    here, there = torch.cuda.current_stream(x.device), _second_stream(x.device.index)
-    there.wait_stream(here)
-    with torch.cuda.stream(there):
-        # Its memory is safe after the join, because its next work waits for the first stream.
-        yield lambda: here.wait_stream(there)
-
-
-@cache
-def _second_stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 @cache

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ltm.kernels.streams import branch, mark
 from ltm.kernels.triton.gradient import Classes
-from ltm.kernels.triton.launch import branch, fitting, parts_of, sizes_of
+from ltm.kernels.triton.launch import fitting, parts_of, sizes_of
 from ltm.kernels.triton.pairs import compare, distances
 from ltm.kernels.triton.tiles import Places, Rule, place_by_tiles
 from ltm.kernels.triton.weighing import Step, descent, step_of, weight_of
@@ -176,7 +177,7 @@ def inform_and_assign(
     Comparing pairs runs in parallel to the gradient; placing tokens takes the step.
     """
     tokens = tokens.contiguous()
-    with branch(tokens) as join:
+    with branch(mark(tokens)) as join:
         fall = descent(tokens, size, Classes(centroids, offsets, costs, beta), num_prefix)
 
     def step() -> Step:

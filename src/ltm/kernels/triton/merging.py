@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of
+from ltm.kernels.streams import FEW_IMAGES
+from ltm.kernels.triton.launch import fitting, parts_of, sizes_of
 
 _MOST_AT_ONCE = 512
 """How many leaving tokens a program reads at once."""

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.triton.launch import FEW_IMAGES, ROOM, fitting, has_room, parts_of, sizes_of
+from ltm.kernels.streams import FEW_IMAGES
+from ltm.kernels.triton.launch import ROOM, fitting, has_room, parts_of, sizes_of
 
 
 @triton.jit
