@@ -123,7 +123,7 @@ def _networks(case: Case, ratios: list[float], methods: list[str]) -> dict[str, 
     return {name: (network, images) for name, network in found.items()}
 
 
-def _time(network: Any, images: torch.Tensor, *, milliseconds: float) -> float:
+def timed(network: Any, images: torch.Tensor, *, milliseconds: float) -> float:
     """Milliseconds of one forward, over as many as fill the time."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -145,7 +145,7 @@ def _measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     order = random.Random(0)  # noqa: S311 - only the order of a round
     for number in range(options.rounds + 1):
         for name in order.sample(list(networks), len(networks)):
-            took = _time(*networks[name], milliseconds=options.milliseconds)
+            took = timed(*networks[name], milliseconds=options.milliseconds)
             if number > 0:  # the first round warms up
                 times[name].append(took)
     row: dict[str, Any] = {**case._asdict(), "rounds": options.rounds}

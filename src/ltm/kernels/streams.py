@@ -14,7 +14,7 @@ from torch import Tensor
 _R = TypeVar("_R")
 FEW_IMAGES = 16
 """Smaller batches leave most of a GPU idle, and finish earlier with smaller programs."""
-_MOST_IMAGES = 64
+MOST_IMAGES = 64
 """Larger batches fill a GPU."""
 
 
@@ -23,7 +23,7 @@ def mark(x: Tensor) -> torch.cuda.Event | None:
 
     It is also None without a graph, where a second stream costs more CPU time than it saves.
     """
-    if torch.compiler.is_compiling() or not (x.is_cuda and x.shape[0] < _MOST_IMAGES):
+    if torch.compiler.is_compiling() or not (x.is_cuda and x.shape[0] < MOST_IMAGES):
         return None
     if not torch.cuda.is_current_stream_capturing():
         return None

@@ -1,0 +1,104 @@
+"""Does it pay to find the attention that tokens receive while attention goes on?
+
+    python -m reproduction.benchmarks.branches --output results/speed/branches.json
+
+In a CUDA graph both can run side by side. Each network is captured once for every limit on the
+batch up to which they do (1: never), and once as the original, and all take turns. Then graphs are
+replayed on random images, with branches and without: a branch that began too early would show.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+
+import ltm
+from ltm.core.patches import embed_by_product_
+from ltm.kernels import streams
+from reproduction.benchmarks.long_sequences import timed
+from reproduction.benchmarks.recording import machine, parser, write_json
+
+CASES = (
+    ("vit_base_patch16_siglip_224", 224, 32),
+    ("vit_base_patch16_224", 224, 128),
+    ("vit_base_patch16_224", 224, 1),
+    ("vit_small_patch16_224", 224, 32),
+)
+REPLAYED = (("vit_base_patch16_siglip_224", 224, 1), ("vit_base_patch16_384", 384, 1))
+LIMITS = (1, 16, 1000)
+
+
+def _made(name: str, size: int) -> Any:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return timm.create_model(name, img_size=size).eval()
+
+
+def _merging(name: str, size: int) -> Any:
+    model = _made(name, size)
+    ltm.merge_tokens_(model, ltm.LTM(ratio=0.7, weights="uniform"), size)
+    ltm.freeze_(model)
+    return model.half()
+
+
+def _captured(model: Any, images: torch.Tensor, limit: int) -> Any:
+    streams.MOST_IMAGES = limit
+    return ltm.capture(model, images)
+
+
+def _race(name: str, size: int, batch: int) -> dict[str, Any]:
+    images = torch.randn(batch, 3, size, size, device="cuda").half()
+    original = _made(name, size)
+    embed_by_product_(original)
+    networks = {"original": ltm.capture(original.half(), images)}
+    for limit in LIMITS:
+        networks[str(limit)] = _captured(_merging(name, size), images, limit)
+    times: dict[str, list[float]] = {network: [] for network in networks}
+    for number in range(8):
+        order = random.Random(number).sample(list(networks), len(networks))  # noqa: S311
+        for network in order:
+            took = timed(networks[network], images, milliseconds=25)
+            if number > 0:  # the first round warms up
+                times[network].append(took)
+    row: dict[str, Any] = {"model": name, "px": size, "batch": batch}
+    for network, taken in times.items():
+        ratios = [a / b for a, b in zip(times["original"], taken, strict=True)]
+        row[f"{network}, ms"] = statistics.median(taken)
+        row[f"{network}, speed"] = statistics.median(ratios)
+    return row
+
+
+def _replay(name: str, size: int, batch: int, *, times: int = 60) -> dict[str, Any]:
+    """How often a graph with branches gives exactly what it gave before, and one without."""
+    model, images = _merging(name, size), torch.randn(batch, 3, size, size, device="cuda").half()
+    branching, plain = (_captured(model, images, limit) for limit in (16, 1))
+    again = same = 0
+    for _ in range(times):
+        given = torch.randn_like(images)
+        found = branching(given).clone()
+        again += torch.equal(found, branching(given))
+        same += torch.equal(found, plain(given))
+    return {"model": name, "px": size, "batch": batch, "images": times, "again": again,
+            "as without branches": same}  # fmt: skip
+
+
+@torch.no_grad()
+def main() -> None:
+    """Time every case, replay graphs, and write what was found."""
+    options = parser(__doc__)
+    options.add_argument("--output", type=Path, required=True)
+    output = options.parse_args().output
+    command = "python -m reproduction.benchmarks.branches --output results/speed/branches.json"
+    about = {"command": command, "date": time.strftime("%Y-%m-%d"), **machine()}
+    rows, replays = [_race(*case) for case in CASES], [_replay(*case) for case in REPLAYED]
+    write_json(output, {**about, "rows": rows, "replays": replays})
+
+
+if __name__ == "__main__":
+    main()
