@@ -20,7 +20,7 @@ import torch
 
 import ltm
 from ltm.core.patches import embed_by_product_
-from ltm.kernels import streams
+from ltm.kernels import dispatch
 from reproduction.benchmarks.long_sequences import timed
 from reproduction.benchmarks.recording import machine, parser, write_json
 
@@ -48,7 +48,7 @@ def _merging(name: str, size: int) -> Any:
 
 
 def _captured(model: Any, images: torch.Tensor, limit: int) -> Any:
-    streams.MOST_IMAGES = limit
+    dispatch.MOST_IMAGES = limit
     return ltm.capture(model, images)
 
 

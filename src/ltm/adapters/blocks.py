@@ -28,8 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
-from ltm.kernels.dispatch import compact
-from ltm.kernels.streams import mark
+from ltm.kernels.dispatch import compact, mark
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 _T = TypeVar("_T")

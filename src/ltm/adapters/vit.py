@@ -26,7 +26,7 @@ from ltm.adapters.base import register
 from ltm.adapters.blocks import HalvesMixin, PostNormMixin, PreNormMixin, SizedMixin
 from ltm.adapters.sequences import MergingSequenceModel, SequenceAdapter
 from ltm.core.attention import attend, attention_hints, hints_of, size_bias
-from ltm.kernels.streams import alongside
+from ltm.kernels.dispatch import alongside
 
 
 class SequentialMixin(SizedMixin, HalvesMixin):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.streams import branch, mark
+from ltm.kernels.dispatch import branch, mark
 from ltm.kernels.triton.gradient import Classes
 from ltm.kernels.triton.launch import fitting, parts_of, sizes_of
 from ltm.kernels.triton.pairs import compare, distances

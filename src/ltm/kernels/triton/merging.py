@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.streams import FEW_IMAGES
+from ltm.kernels.dispatch import FEW_IMAGES
 from ltm.kernels.triton.launch import fitting, parts_of, sizes_of
 
 _MOST_AT_ONCE = 512

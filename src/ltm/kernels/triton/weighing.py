@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import ZERO_LENGTH
-from ltm.kernels.streams import FEW_IMAGES
+from ltm.kernels.dispatch import FEW_IMAGES, ZERO_LENGTH
 from ltm.kernels.triton.gradient import Classes, unit_gradient
 from ltm.kernels.triton.launch import fitting, parts_of, sizes_of, warps_for
 
