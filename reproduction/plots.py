@@ -88,9 +88,11 @@ def _cost_of(row: Row, reader: Reader) -> float | None:
 
 
 def _lines(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
-    """A line per row over the columns of one kind; a panel per group of rows."""
-    groups = list(dict.fromkeys(row.group for row in table.rows))
+    """A line per row over the columns of one kind; a panel per group of rows that were run."""
     columns = [c.name for c in table.columns if c.name.startswith(f"{picture.column} ")]
+    groups = _groups(table, columns, reader)
+    if not groups:
+        return None
     figure = Figure(figsize=(1 + 4.2 * len(groups), 3.6), layout="constrained")
     panels = list(figure.subplots(1, len(groups), squeeze=False)[0])
     for axes, group in zip(panels, groups, strict=True):
@@ -101,17 +103,34 @@ def _lines(_experiment: Experiment, table: Table, picture: Picture, reader: Read
     panels[0].set_ylabel(picture.column)
     if picture.column == "batch":
         panels[0].set_ylabel("images per second")
+        batches = [int(name.rpartition(" ")[2]) for name in columns]
         for axes in panels:
             axes.set(xscale="log", yscale="log")
+            axes.set_xticks(batches, map(str, batches))
+            axes.minorticks_off()
     return _legended(figure, panels, "batch" if picture.column == "batch" else "layer")
+
+
+def _groups(table: Table, columns: Sequence[str], reader: Reader) -> list[str]:
+    """The groups of rows that have a number in one of the columns."""
+    return list(
+        dict.fromkeys(
+            row.group
+            for row in table.rows
+            for name in columns
+            if name in row.cells and reader.read(row.cells[name]).estimate is not None
+        )
+    )
 
 
 def _rows(_experiment: Experiment, table: Table, picture: Picture, reader: Reader) -> bytes | None:
     """A line per column of one kind over the rows, which are numbered; a panel per group."""
-    groups = list(dict.fromkeys(row.group for row in table.rows))
+    columns = [c.name for c in table.columns if c.name.startswith(f"{picture.column} ")]
+    groups = _groups(table, columns, reader)
+    if not groups:
+        return None
     figure = Figure(figsize=(1 + 4.2 * len(groups), 3.6), layout="constrained")
     panels = list(figure.subplots(1, len(groups), squeeze=False)[0])
-    columns = [c.name for c in table.columns if c.name.startswith(f"{picture.column} ")]
     for axes, group in zip(panels, groups, strict=True):
         rows = [row for row in table.rows if row.group == group]
         for place, name in enumerate(columns):
@@ -185,12 +204,12 @@ def _legended(figure: Figure, panels: Sequence[Axes], xlabel: str) -> bytes | No
 
 
 def _finished(figure: Figure, panels: Sequence[Axes], title: str, xlabel: str) -> bytes:
+    if title:
+        figure.suptitle(title, fontsize=10, wrap=True)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel(xlabel)
         axes.tick_params(labelsize=8)
-    if title:
-        panels[0].set_title(title, fontsize=10)
     return figure_bytes(figure, dpi=110)
 
 
