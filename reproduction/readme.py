@@ -124,8 +124,8 @@ def learning() -> str:
         "ToMe, its best schedule": "tome",
         "schedule: ToMe's rule at LTM's sites and counts": "tome at ltm's sites",
         "matching rule: LTM's, same sites and counts": "ltm",
-        "+ informative weights": "ltm informative",
-        "+ calibration of schedule, `attended` and `size_power`": "ltm calibrated",
+        "LTM's rule, with informative weights": "ltm informative",
+        "LTM's rule; schedule, `attended` and `size_power` calibrated": "ltm calibrated",
     }
     lines = _headed("", LEARNED_AT)
     for name, row in rows.items():
@@ -134,9 +134,9 @@ def learning() -> str:
     unlearned, learned = (f"{_explored(job):.3f}" for job in ("default 0.4", LEARNED_MATCHING))
     at_40 = f"KL {learned} instead of {unlearned}, on training images"
     cells = [at_40 if share == 0.4 else NOT_MEASURED for share in LEARNED_AT]
-    lines.append("| + learned matching | " + " | ".join(cells) + " |")
+    lines.append("| LTM's rule, with learned matching | " + " | ".join(cells) + " |")
     cells = [_change([f"ltm calibrated {s:g} all {n}" for n in range(3)]) for s in LEARNED_AT]
-    lines.append("| + calibration and distillation, three seeds | " + " | ".join(cells) + " |")
+    lines.append("| calibrated and distilled, three seeds | " + " | ".join(cells) + " |")
     return "\n".join(["", *lines, "", ""])
 
 
