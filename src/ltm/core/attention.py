@@ -187,7 +187,7 @@ def hints_of(
         offset = bias
         if bias is not None:
             offset = bias[:, :, :1] if class_token else bias.mean(dim=2, keepdim=True)
-        found["importance"] = _received(asking, key, scale, size, power, offset).mean(dim=1)
+        found["importance"] = _received(asking, key, scale, size, power, offset)[:, 0]
     if "attention" in needs:
         received = _received(query, key, scale, size, power, bias)
         # Queries of tokens that are masked out do not count.
@@ -223,7 +223,9 @@ def queries_and_keys(
     Differential attention has two maps per head; each counts as a head here.
     """
     width = getattr(layer, "head_dim", qkv.shape[-1] // (3 * layer.num_heads))
-    query, key, _ = qkv.unflatten(-1, (3, -1, width)).unbind(2)
+    # In timm's order of dimensions, so that an exported graph has them only once.
+    query, key, _ = qkv.unflatten(-1, (3, -1, width)).permute(2, 0, 3, 1, 4).unbind(0)
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
     return (layer.q_norm(query), layer.k_norm(key)) if hasattr(layer, "k_norm") else (query, key)
 
 

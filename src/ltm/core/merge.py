@@ -161,7 +161,7 @@ class MatchedMerge(Merge):
             )
             return Merged(merged, sizes, None if values is None else means)
         size = _sizes_before(x, size)
-        total, sizes = self._add(torch.stack([self.weight, self._counted(size)], -1)).unbind(-1)
+        total, sizes = self._totals(self.weight, self._counted(size))
         if not size.requires_grad:
             sizes = sizes.detach()  # with a mask that needs a gradient, attention is not fused
         share = self._share(total)
@@ -172,12 +172,12 @@ class MatchedMerge(Merge):
             merged = merged * factor[..., None].to(x.dtype)
         if values is None:
             return Merged(merged, sizes, None)
-        means = self._add((self._padded(values) * share)[..., None])
-        return Merged(merged, sizes, means[:, self.num_prefix :, 0])
+        (means,) = self._totals(self._padded(values) * share)
+        return Merged(merged, sizes, means[:, self.num_prefix :])
 
     def average(self, x: Float[Tensor, "b kn c"]) -> Float[Tensor, "b kp c"]:
         """Weighted means; a token alone in its group stays exactly as it is."""
-        total = self._add(self.weight[..., None])[..., 0]
+        (total,) = self._totals(self.weight)
         return self._add(x * self._share(total)[..., None].to(x.dtype))
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
@@ -186,13 +186,14 @@ class MatchedMerge(Merge):
     def weights(self) -> Float[Tensor, "b n p"]:
         places = torch.arange(self.num_places, device=self.assignment.device)
         chosen = self.assignment[..., None] == places
-        total = self._add(self.weight[..., None])[..., 0]
+        (total,) = self._totals(self.weight)
         mask = chosen * self._share(total)[..., None]
         return mask[:, self.num_prefix :, self.num_prefix :]
 
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "b kp"]:
         """Sums of sizes, without pruned tokens."""
-        return self._add(self._counted(size)[..., None])[..., 0]
+        (sizes,) = self._totals(self._counted(size))
+        return sizes
 
     def kept(self) -> Int[Tensor, "b kp"]:
         """The token of each group that stayed."""
@@ -239,6 +240,13 @@ class MatchedMerge(Merge):
             return self._groups.to(x.dtype) @ x
         sums = x.new_zeros(b * self.num_places, c).index_add(0, self._rows, x.reshape(-1, c))
         return sums.view(b, self.num_places, c)
+
+    def _totals(self, *values: Float[Tensor, "b kn"]) -> tuple[Float[Tensor, "b kp"], ...]:
+        """Sums of numbers over the groups."""
+        if is_recorded():
+            return self._add(torch.stack(values, -1)).unbind(-1)
+        shape = self.assignment.shape[0], self.num_places
+        return tuple(x.new_zeros(shape).scatter_add(1, self.assignment, x) for x in values)
 
     def _largest(self, values: Float[Tensor, "b kn"]) -> Float[Tensor, "b kp"]:
         """The largest value of each group; none is negative."""
