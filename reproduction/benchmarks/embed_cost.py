@@ -21,7 +21,7 @@ def cost(row: dict[str, Any], price: float) -> dict[str, Any]:
     measured, bare = (1e6 / row[f"{name}_images_per_second"] / 60 for name in ("embed", "network"))
     return {
         "network": f"{row['model']} at {row['size']} px",
-        "MACs": f"{row['ratio']:.1f}",
+        "share of MACs": f"{row['ratio']:.1f}",
         "images/s": round(row["embed_images_per_second"]),
         "minutes per million": measured,
         "cost per million": measured / 60 * price,
@@ -38,8 +38,9 @@ def main() -> None:
     about = json.loads(args.rows.read_text(encoding="utf-8"))
     found = [cost(row, args.price) for row in about["rows"]]
     page = (
-        f"# What a million images cost\n\n{about['device']}, at {args.price:g} an hour; rates of "
-        f"[{args.rows.stem}]({args.rows.stem}.md).\n\n"
+        f"# What a million images cost\n\n{about['device']}, at a price of {args.price:g} an hour, in "
+        f"your currency. Rates of `ltm embed`: [{args.rows.stem}]({args.rows.stem}.md).\nThe last "
+        "column is the cost at the rate of the network alone.\n\n"
         + table(found[0], (row.values() for row in found))
     )
     write_text(args.rows.with_name("embed_cost.md"), page + "\n")

@@ -168,6 +168,7 @@ def _measure(case: Case, inputs: list[str], options: argparse.Namespace) -> Iter
             "embed_images_per_second": rate,
             "embed_share": rate / bare,
             "faster_than_original": rate / original["embed"],
+            "date": time.strftime("%Y-%m-%d"),
         }
 
 
@@ -253,7 +254,8 @@ def main() -> None:
 
 
 def _write(path: Path, about: dict[str, Any], rows: list[Any], decoding: Any) -> None:
-    head = ("network", "MACs", "network images/s", "embed images/s", "share", "of the original")
+    head = ("network", "share of MACs", "network, images/s", "embed, images/s", "embed / network")
+    head += ("embed, against the unmerged network", "measured")
     lines = [
         [
             f"{row['model']} at {row['size']} px",
@@ -261,7 +263,8 @@ def _write(path: Path, about: dict[str, Any], rows: list[Any], decoding: Any) ->
             round(row["network_images_per_second"]) if row["network_images_per_second"] > 0 else "",
             round(row["embed_images_per_second"]),
             row["embed_share"],
-            f"{row['faster_than_original']:.2f}x",
+            "" if (faster := row["faster_than_original"]) is None else f"{faster:.2f}x",
+            row["date"],
         ]
         for row in rows
     ]
@@ -269,9 +272,9 @@ def _write(path: Path, about: dict[str, Any], rows: list[Any], decoding: Any) ->
     page += table(head, lines)
     if decoding is not None:
         page += (
-            f"\n\nJPEGs of 500 x 400 pixels, {decoding['workers']} workers, {decoding['network']}: "
-            f"`ltm embed` {decoding['embed_images_per_second']:.0f} images/s, a plain DataLoader "
-            f"{decoding['loader_images_per_second']:.0f}."
+            f"\n\nJPEGs of 500 x 400 pixels, {decoding['workers']} loader processes: `ltm embed` with "
+            f"an unmerged {decoding['network']} takes {decoding['embed_images_per_second']:,.0f} "
+            f"images a second, a plain DataLoader {decoding['loader_images_per_second']:,.0f}."
         )
     write_rows(path, {**about, "decoding": decoding}, rows, page)
 
