@@ -45,7 +45,8 @@ def _points(experiment: Experiment, table: Table, picture: Picture, reader: Read
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    return _finished(figure, [axes], experiment.title, picture.column)
+    figure.suptitle(experiment.title, fontsize=10, wrap=True)
+    return _finished(figure, [axes], picture.column)
 
 
 def points_of(table: Table, column: str, reader: Reader) -> list[tuple[str, Estimate]]:
@@ -107,7 +108,7 @@ def _lines(_experiment: Experiment, table: Table, picture: Picture, reader: Read
         for axes in panels:
             axes.set(xscale="log", yscale="log")
             axes.set_xticks(batches, map(str, batches))
-            axes.minorticks_off()
+            axes.set_xticks([], minor=True)
     return _legended(figure, panels, "batch" if picture.column == "batch" else "layer")
 
 
@@ -200,12 +201,10 @@ def _legended(figure: Figure, panels: Sequence[Axes], xlabel: str) -> bytes | No
     for axes in panels:
         if axes.lines:
             axes.legend(frameon=False, fontsize=7)
-    return _finished(figure, panels, "", xlabel)
+    return _finished(figure, panels, xlabel)
 
 
-def _finished(figure: Figure, panels: Sequence[Axes], title: str, xlabel: str) -> bytes:
-    if title:
-        figure.suptitle(title, fontsize=10, wrap=True)
+def _finished(figure: Figure, panels: Sequence[Axes], xlabel: str) -> bytes:
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel(xlabel)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import torch
 from timm.layers.norm import LayerNorm
@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
-from ltm.kernels.dispatch import compact, mark
+from ltm.kernels.dispatch import alongside, compact, mark
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 _T = TypeVar("_T")
@@ -78,6 +78,10 @@ class Record:
     merges: tuple[Merge, ...]
 
 
+Projected: TypeAlias = "tuple[Tensor, torch.cuda.Event | None]"
+"""The output of a projection, and where in a CUDA graph it was there."""
+
+
 @dataclass(eq=False)
 class Frame:
     """What the blocks of one forward leave for later ones."""
@@ -88,10 +92,8 @@ class Frame:
     labels: Tensor | None = None
     tokens: dict[int, Tokens] = field(default_factory=dict)
     """What is known about the tokens that enter each block."""
-    projected: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    projected: dict[tuple[int, int], Projected | None] = field(default_factory=dict)
     """Outputs of recorded projections, by block and part, until they are read."""
-    mark: torch.cuda.Event | None = None
-    """Where the last projection was recorded, in a CUDA graph that work may branch off from."""
     pool: Tensor | None = None
     """Token sizes of the last map, `b h w`, until the head has read them."""
 
@@ -219,8 +221,8 @@ class TokenState:
         """What is known about the tokens that left a block."""
         return self._read(lambda frame: frame.tokens.get(index + 1)) or Tokens()
 
-    def take_projected(self, index: int, part: int = 0) -> Tensor:
-        """The output of a recorded projection; read once, to free its memory."""
+    def take_projected(self, index: int, part: int = 0) -> Projected:
+        """The output of a recorded projection and its mark; read once, to free its memory."""
         # Set to None, not deleted: a graph restores all entries of a dictionary that has lost one.
         key = (index, part)
         found = self.frame.projected.get(key)
@@ -359,6 +361,9 @@ class MergingMixin(nn.Module):
     merger: Merger | None
     needs_positions: ClassVar[bool] = False
     """Whether attention depends on positions, so that merged tokens need one."""
+    looks_aside: ClassVar[bool] = False
+    """Whether `look` may run while attention goes on: it then reads only the projections, as they
+    were recorded, and the sizes of the tokens that enter."""
 
     @property
     def keeps_grid(self) -> bool:
@@ -384,13 +389,17 @@ class MergingMixin(nn.Module):
         """Call the merger, with the hints that it needs added."""
         merger = cast("Merger", self.merger)
         if merger.needs:
-            slot = self.slot
-            parts = range(slot.num_projections)
-            projected = [slot.state.take_projected(slot.index, part) for part in parts]
-            found = self.look(*projected, hints.size, merger.needs, **context)
-            del projected  # it is as large as everything that a merger makes
-            hints = dataclasses.replace(hints, **found)
+            hints = dataclasses.replace(hints, **self._hints_of(merger, hints.size, **context))
         return merger(z, hints)
+
+    def _hints_of(self, merger: Merger, size: Tensor | None, **context: Any) -> dict[str, Tensor]:
+        slot = self.slot
+        taken = [
+            slot.state.take_projected(slot.index, part) for part in range(slot.num_projections)
+        ]
+        place = taken[-1][1] if self.looks_aside else None
+        projected = [out for out, _ in taken]
+        return alongside(place, lambda: self.look(*projected, size, merger.needs, **context))
 
     def merge(
         self, z: Tensor, tokens: Tokens, *, grid: Grid | None = None, **context: Any
@@ -553,8 +562,8 @@ class RecordedProjection(nn.Module):
         out = super().forward(x)
         state, index, part = self.recorded
         if state.merging:
-            frame = state.frame
-            frame.projected[index, part], frame.mark = out, mark(out)
+            place = None if self._forward_hooks else mark(out)  # a hook may change the output
+            state.frame.projected[index, part] = out, place
         return out
 
 

@@ -271,7 +271,7 @@ class WindowedMixin(HalvesMixin):
             real = windows.cut(z.new_ones(z.shape[0], *windows.grid, 1))[..., 0].float()
         found: dict[str, Any] = {}
         if merger.needs:
-            qkv = self.slot.state.take_projected(self.slot.index)
+            qkv, _ = self.slot.state.take_projected(self.slot.index)
             found = self.window_hints(qkv, real, merger.needs)
         labels = hints.labels
         if labels is not None:

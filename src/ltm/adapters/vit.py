@@ -26,11 +26,12 @@ from ltm.adapters.base import register
 from ltm.adapters.blocks import HalvesMixin, PostNormMixin, PreNormMixin, SizedMixin
 from ltm.adapters.sequences import MergingSequenceModel, SequenceAdapter
 from ltm.core.attention import attend, attention_hints, hints_of, size_bias
-from ltm.kernels.dispatch import alongside
 
 
 class SequentialMixin(SizedMixin, HalvesMixin):
     """A block that runs attention, then the MLP."""
+
+    looks_aside: ClassVar[bool] = True
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -54,14 +55,10 @@ class SequentialMixin(SizedMixin, HalvesMixin):
         """The hints of a merger; those of several layers of attention are averaged."""
         *projected, size, needs = given
         power, first = self.slot.counting, self.class_token
-
-        def find() -> list[dict[str, Tensor]]:
-            return [
-                attention_hints(layer, qkv, size, needs, power, class_token=first)
-                for layer, qkv in zip(self.layers(), projected, strict=True)
-            ]
-
-        found = alongside(self.slot.state.frame.mark, find)
+        found = [
+            attention_hints(layer, qkv, size, needs, power, class_token=first)
+            for layer, qkv in zip(self.layers(), projected, strict=True)
+        ]
         if len(found) == 1:
             return found[0]
         return {name: torch.stack([hints[name] for hints in found]).mean(0) for name in found[0]}

@@ -25,8 +25,6 @@ ZERO_LENGTH = 1e-12
 """A feature no longer than this has no direction."""
 FEW_IMAGES = 16
 """Smaller batches leave most of a GPU idle, and finish earlier with smaller programs."""
-MOST_IMAGES = 64
-"""Larger batches fill a GPU."""
 _OLDEST = (7, 5)
 """Compute capability of the oldest GPU that Triton builds for."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -92,16 +90,18 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
 
 
 def mark(x: Tensor) -> torch.cuda.Event | None:
-    """This place in a CUDA graph, for a `branch` that may begin here; None for many images.
+    """This place in a CUDA graph for inference, from which a `branch` may begin; else None.
 
-    It is also None without a graph, where a second stream costs more CPU time than it saves.
+    Without a graph a second stream costs more CPU time than it saves.
     """
-    if torch.compiler.is_compiling() or not (x.is_cuda and x.shape[0] < MOST_IMAGES):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    if not (x.is_cuda and uses_triton(x) and x.device.index == torch.cuda.current_device()):
         return None
     if not torch.cuda.is_current_stream_capturing():
         return None
     place = torch.cuda.Event()
-    place.record(torch.cuda.current_stream(x.device))
+    place.record()
     return place
 
 
@@ -109,7 +109,8 @@ def mark(x: Tensor) -> torch.cuda.Event | None:
 def branch(since: torch.cuda.Event | None) -> Generator[Callable[[], None]]:
     """Run what is inside in parallel to what follows the mark, until the yielded join.
 
-    What is inside may only read what was there at the mark, and has to be kept until the join.
+    What is inside may only read what was there at the mark, and has to be kept until the join. What
+    it makes may be used until the next mark: the branch that begins there takes its memory again.
     Without a mark it runs in order.
     """
     if since is None:
@@ -118,13 +119,12 @@ def branch(since: torch.cuda.Event | None) -> Generator[Callable[[], None]]:
     here, there = torch.cuda.current_stream(), _second_stream(torch.cuda.current_device())
     there.wait_event(since)
     with torch.cuda.stream(there):
-        # Memory from this stream is safe after the join: the next branch begins after it.
         yield lambda: here.wait_stream(there)
 
 
 def alongside(since: torch.cuda.Event | None, run: Callable[[], _R]) -> _R:
     """Run a function in parallel to what came after the mark; its result is there afterwards."""
-    if since is None:
+    if since is None:  # not left to `branch`: compiled graphs cannot contain its generator
         return run()
     with branch(since) as join:
         found = run()

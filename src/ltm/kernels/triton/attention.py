@@ -34,7 +34,8 @@ _MOST_CHANNELS = 64
 @triton.jit
 def _bias_of(size, power):
     """The bias of sizes on the scores, to base two; a token of size zero is masked out."""
-    return power * tl.log2(tl.maximum(size.to(tl.float32), 1e-10))
+    size = size.to(tl.float32)
+    return tl.where(size > 0, power * tl.log2(tl.maximum(size, 1e-10)), -33.2)  # log2(1e-10)
 
 
 @triton.jit
@@ -158,7 +159,10 @@ def _see(
     largest, total, answer,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add some keys and their values to the softmax so far; WHOLE says that all keys are there."""
+    """Take some keys, from `first` on, and their values into the softmax so far.
+
+    WHOLE says that all of them are there.
+    """
     columns, width = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
     there = (columns < t) | WHOLE
     valid = there[:, None] & ((width < d) | EVEN)[None]
@@ -416,7 +420,8 @@ def _blocks(x: Tensor, num_keys: int, width: int) -> tuple[int, int, int, int]:
         return (64, 32, 4, 2)
     if wide:
         return (64, 64, 4, 3)
-    return (64, 128, 4, 2 if num_keys % 128 else 3)  # fewer registers where some keys are left
+    columns = 128
+    return (64, columns, 4, 2 if num_keys % columns else 3)  # as measured on an H200
 
 
 def _tiles(t: int) -> tuple[int, int]:

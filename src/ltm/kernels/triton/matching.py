@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import branch, mark
+from ltm.kernels.dispatch import FEW_IMAGES, branch, mark
 from ltm.kernels.triton.gradient import Classes
 from ltm.kernels.triton.launch import fitting, parts_of, sizes_of
 from ltm.kernels.triton.pairs import compare, distances
@@ -177,7 +177,8 @@ def inform_and_assign(
     Comparing pairs runs in parallel to the gradient; placing tokens takes the step.
     """
     tokens = tokens.contiguous()
-    with branch(mark(tokens)) as join:
+    few = tokens.shape[0] < FEW_IMAGES  # many fill a GPU
+    with branch(mark(tokens) if few else None) as join:
         fall = descent(tokens, size, Classes(centroids, offsets, costs, beta), num_prefix)
 
     def step() -> Step:
