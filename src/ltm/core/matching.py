@@ -260,12 +260,12 @@ def _least_harm_free(
     So tokens are ranked by attention, and each is compared with those of higher rank.
     """
     unit, squares = _finite_pair(_centred(tokens))
-    place = torch.arange(unit.shape[1], device=unit.device)[None]
-    rank = 2 * (place if attention is None else _ranks(attention)).float()
-    tiles = _tiles(unit, unit.shape[1], unit.shape[1])
+    k, n = rule.num_prefix, unit.shape[1]
+    rank = torch.arange(n, device=unit.device)[None] if attention is None else _ranks(attention)
+    rank, tiles = 2 * rank.float(), _tiles(unit, n, n)
     # No token may join padding, which has size zero.
     theirs = squares if size is None else squares.masked_fill(size <= 0, torch.inf)
-    inverse = None if size is None else 0.5 / size.clamp_min(1e-6)  # Ward's factor is 1 / a sum
+    inverse = None if size is None else size.clamp_min(1e-6).reciprocal()
 
     def apart(first: Float[Tensor, "b rows c"]) -> Float[Tensor, "b rows n"]:
         """Squared distances to all tokens, minus the squared lengths of the first."""
@@ -274,7 +274,7 @@ def _least_harm_free(
     def least(rows: slice) -> Float[Tensor, "b rows"]:
         distance = apart(unit[:, rows]) if whole is None else whole
         distance = distance + squares[:, rows, None]
-        if inverse is not None:
+        if inverse is not None:  # 1 / m_i + 1 / m_j = (m_i + m_j) / (m_i m_j)
             distance = distance / (inverse[:, rows, None] + inverse[:, None])
         # Zero for tokens of higher rank, at least 2 for others, which makes them infinitely far. On
         # a CPU this is many times faster than filling by a mask.
@@ -285,18 +285,18 @@ def _least_harm_free(
     seen = _seen(_per_row(tiles, least), attention, rule.protection)
     if size is not None:
         seen = seen.masked_fill(size <= 0, 0)  # padding leaves first
-    chosen = _smallest(seen, rule.num_leaving)
-    k, num_tokens = rule.num_prefix, rule.num_prefix + unit.shape[1]
-    leaves = _marked(chosen + k, num_tokens)
+    patches = _smallest(seen, rule.num_leaving)
+    leaving = rows_at(unit if whole is None else whole, patches)
+    chosen = patches + k
+    leaves = _marked(chosen, n + k)
     closed = torch.where(leaves[:, k:], torch.inf, 0.0)
-    leaving = rows_at(unit if whole is None else whole, chosen)
 
     def nearest(rows: slice) -> Int[Tensor, "b rows"]:
         distance = apart(leaving[:, rows]) if whole is None else leaving[:, rows]
         return (_finite_or(distance) + closed[:, None]).argmin(dim=-1)
 
-    goes = _per_row(_tiles(unit, rule.num_leaving, unit.shape[1]), nearest)
-    target = _put(goes + k, chosen + k, num_tokens)
+    goes = k + _per_row(_tiles(unit, rule.num_leaving, n), nearest)
+    target = _put(goes, chosen, n + k)
     return Match(leaves=leaves, target=target, num_leaving=rule.num_leaving, num_prefix=k)
 
 
