@@ -393,6 +393,10 @@ class MergingMixin(nn.Module):
         return merger(z, hints)
 
     def _hints_of(self, merger: Merger, size: Tensor | None, **context: Any) -> dict[str, Tensor]:
+        """What `look` finds.
+
+        The projections, as large as everything that a merger makes, are freed on return.
+        """
         slot = self.slot
         taken = [
             slot.state.take_projected(slot.index, part) for part in range(slot.num_projections)

@@ -242,7 +242,7 @@ class MatchedMerge(Merge):
         return sums.view(b, self.num_places, c)
 
     def _totals(self, *values: Float[Tensor, "b kn"]) -> tuple[Float[Tensor, "b kp"], ...]:
-        """Sums of numbers over the groups."""
+        """Sums of numbers over the groups; an exported graph cannot scatter them."""
         if is_recorded():
             return self._add(torch.stack(values, -1)).unbind(-1)
         shape = self.assignment.shape[0], self.num_places

@@ -23,8 +23,6 @@ from torch import Tensor
 
 ZERO_LENGTH = 1e-12
 """A feature no longer than this has no direction."""
-FEW_IMAGES = 16
-"""Smaller batches leave most of a GPU idle, and finish earlier with smaller programs."""
 _OLDEST = (7, 5)
 """Compute capability of the oldest GPU that Triton builds for."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import FEW_IMAGES
 from ltm.kernels.triton.launch import (
+    FEW_IMAGES,
     fitting,
     has_room,
     parts_of,
@@ -154,7 +154,7 @@ def _short_attention_kernel(
 
 
 @triton.jit
-def _see(
+def _take_in(
     asked, keys, values, biases, first, t, key_token, value_token, d, scale,
     largest, total, answer,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -209,12 +209,12 @@ def _attention_kernel(
     answer = tl.zeros((ROWS, WIDTH), tl.float32)
     whole = t // COLUMNS * COLUMNS
     for first in range(0, whole, COLUMNS):
-        largest, total, answer = _see(
+        largest, total, answer = _take_in(
             asked, keys, values, biases, first, t, key_token, value_token, d, scale,
             largest, total, answer, EVEN, True, COLUMNS, WIDTH,
         )  # fmt: skip
     if REST > 0:
-        largest, total, answer = _see(
+        largest, total, answer = _take_in(
             asked, keys, values, biases, whole, t, key_token, value_token, d, scale,
             largest, total, answer, EVEN, False, REST, WIDTH,
         )  # fmt: skip

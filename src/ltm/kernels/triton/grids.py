@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import FEW_IMAGES, is_map
-from ltm.kernels.triton.launch import ROOM, fitting, has_room, parts_of, sizes_of
+from ltm.kernels.dispatch import is_map
+from ltm.kernels.triton.launch import FEW_IMAGES, ROOM, fitting, has_room, parts_of, sizes_of
 
 
 @triton.jit

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+FEW_IMAGES = 16
+"""Smaller batches leave most of a GPU idle, and finish earlier with smaller programs."""
 ROOM = 96 * 1024
 """Shared memory in bytes for the largest tiles; GPUs with less also have too few registers."""
 

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import FEW_IMAGES, branch, mark
+from ltm.kernels.dispatch import branch, mark
 from ltm.kernels.triton.gradient import Classes
-from ltm.kernels.triton.launch import fitting, parts_of, sizes_of
+from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 from ltm.kernels.triton.pairs import compare, distances
 from ltm.kernels.triton.tiles import Places, Rule, place_by_tiles
 from ltm.kernels.triton.weighing import Step, descent, step_of, weight_of

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import FEW_IMAGES
-from ltm.kernels.triton.launch import fitting, parts_of, sizes_of
+from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of
 
 _MOST_AT_ONCE = 512
 """How many leaving tokens a program reads at once."""

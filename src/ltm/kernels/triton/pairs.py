@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import FEW_IMAGES
-from ltm.kernels.triton.launch import ROOM, fitting, has_room, parts_of, sizes_of
+from ltm.kernels.triton.launch import FEW_IMAGES, ROOM, fitting, has_room, parts_of, sizes_of
 
 
 @triton.jit

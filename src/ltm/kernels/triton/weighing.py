@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import FEW_IMAGES, ZERO_LENGTH
+from ltm.kernels.dispatch import ZERO_LENGTH
 from ltm.kernels.triton.gradient import Classes, unit_gradient
-from ltm.kernels.triton.launch import fitting, parts_of, sizes_of, warps_for
+from ltm.kernels.triton.launch import FEW_IMAGES, fitting, parts_of, sizes_of, warps_for
 
 _LARGE_MAP = 1024
 """For many images with more tokens than this, several warps add up tokens."""
