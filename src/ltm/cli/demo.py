@@ -153,7 +153,7 @@ def _story(result: CompressResult, control: float) -> list[str]:
         f"{100 * base.accuracy.top1:.1f}% before."
     )
     least = min(_CONTROL_IMAGES, number)
-    macs = f"Multiply-adds an image: {base.gmacs:.2f} billion before, {compressed.gmacs:.2f} now."
+    macs = f"Multiply-adds per image: {base.gmacs:.2f} billion before, {compressed.gmacs:.2f} now."
     gain = _gain(result)
     table, busy = forms_table(result.comparison), too_busy(result.comparison)
     return [
