@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,26 @@ TESTS = Path(__file__).resolve().parents[1]
 def found():
     pytest.importorskip("triton", reason="Triton is for Linux")
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, str(TESTS / "kernels_worker.py")],
-        env={**os.environ, **interpreted, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    gpu = torch.cuda.is_available()
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    parts = min(14, os.cpu_count() or 1) if gpu else 1  # kernels are compiled one core each
+
+    def run(part):
+        return subprocess.run(
+            [sys.executable, str(TESTS / "kernels_worker.py"), str(part), str(parts)],
+            env=env if gpu else env | {"TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    found = {}
+    with ThreadPoolExecutor(parts) as pool:
+        for done in pool.map(run, range(parts)):
+            assert done.returncode == 0, done.stderr
+            for section, of in json.loads(done.stdout).items():
+                found.setdefault(section, {}).update(of)
+    return found
 
 
 @pytest.mark.slow
@@ -51,7 +62,7 @@ def test_decisions_are_the_same_and_weights_and_merged_tokens_agree(found):
 def test_many_images_in_half_precision_are_decided_alike_every_time(found):
     if "repeated" not in found:
         pytest.skip("no CUDA device")
-    same, right = found["repeated"]
+    same, right = found["repeated"]["128"]
     assert same
     assert right > 0.98  # a token that leaves earlier or later moves the places after it
 
@@ -73,7 +84,7 @@ def test_attention_and_importance_agree(found):
 
 @pytest.mark.slow
 def test_rotary_positions_agree(found):
-    assert max(found["turned"]) < 1e-5
+    assert max(found["turned"].values()) < 1e-5
     for name, (difference, _, cost) in found["rotary"].items():
         assert difference < 1e-5, name
         assert 0.8 < cost < 1.02, name
@@ -83,9 +94,8 @@ def test_rotary_positions_agree(found):
 def test_informative_steps_agree(found):
     for case, (logits, weights) in found["inform"].items():
         assert max(logits, weights) < 1e-3, case
-    few, many = found["inform half"]
-    assert max(few) < 0.02  # of logits that are one on average
-    assert max(many) < 0.1  # products in half precision
+    assert max(found["inform half"]["few"]) < 0.02  # of logits that are one on average
+    assert max(found["inform half"]["many"]) < 0.1  # products in half precision
     for case, (same, weights, logits) in found["placed"].items():
         assert same, case
         assert max(weights, logits) < 1e-5, case
@@ -93,26 +103,26 @@ def test_informative_steps_agree(found):
 
 @pytest.mark.slow
 def test_constant_masks_agree(found):
-    for single, half in zip(found["gathered"][::2], found["gathered"][1::2], strict=True):
-        assert single < 1e-6
-        assert half < 1e-3
+    assert len(found["gathered"]) == 4
+    for case, difference in found["gathered"].items():
+        assert difference < (1e-3 if "float16" in case else 1e-6), case
 
 
 @pytest.mark.slow
 def test_tokens_with_much_in_common_are_decided_alike(found):
-    assert min(found["decided"]) > 0.99
+    assert min(found["decided"].values()) > 0.99
 
 
 @pytest.mark.slow
 def test_nothing_joins_a_token_that_is_not_finite(found):
     """In 0.1.0 all tokens that left such an image joined one, on the plain path."""
-    assert found["poisoned"] == [[True, 0, 0, False]] * 2
+    assert found["poisoned"] == {value: [True, 0, 0, False] for value in ("nan", "inf")}
 
 
 @pytest.mark.slow
 def test_grids_agree(found):
-    assert max(found["grids"]) < 1e-5
-    assert max(found["grids in half"]) < 1e-2
+    assert max(found["grids"].values()) < 1e-5
+    assert max(found["grids in half"].values()) < 1e-2
     assert len(found["families"]) == 6
     for name, (difference, _, cost) in found["families"].items():
         assert difference < 1e-4, name

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ltm.core.merge import Merge
 from ltm.core.schedule import Grid
-from ltm.kernels.dispatch import alongside, compact, mark
+from ltm.kernels.dispatch import alongside, compact, mark, stays_map
 from ltm.methods.base import Decision, Hints, Merger, MethodConfig, Site
 
 _T = TypeVar("_T")
@@ -418,7 +418,6 @@ class MergingMixin(nn.Module):
             grid_out = None if grid is None else site.grid_for(grid)
             num_out = site.count_for(num_patches) if grid_out is None else grid_out[0] * grid_out[1]
             if num_out < num_patches or merger.own_counts:
-                z = z if merger.constant else compact(z)
                 hints = Hints(
                     num_out=num_out,
                     grid_in=grid,
@@ -428,7 +427,10 @@ class MergingMixin(nn.Module):
                     carry=tokens.carry,
                     labels=tokens.labels,
                 )
-                decision = self.decide(z, hints, **context)
+                # Maps of few images are merged as they are, and keep their layout.
+                compacted = z if merger.constant else compact(z)
+                z = z if stays_map(z) else compacted
+                decision = self.decide(compacted, hints, **context)
                 values = decision.values if slot.hands_on else None
                 merged, size, means = decision.merge.apply(z, tokens.size, values)
                 merges = (*tokens.merges, decision.merge)

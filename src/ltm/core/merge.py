@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ltm.kernels.dispatch import is_map, is_recorded, operator, uses_triton
+from ltm.kernels.dispatch import is_recorded, operator, stays_map, uses_triton
 
 _MAX_SIDE = 64
 """Wider grids are not merged row by row."""
@@ -351,6 +351,8 @@ class GridMerge(Merge):
     """Whether the columns of both factors already sum to one."""
     size_out: Float[Tensor, "1 kp"] | None = None
     """The sizes after the merge, if known in advance."""
+    shares: tuple[Float[Tensor, "h h2"], Float[Tensor, "w w2"]] | None = None
+    """Both factors with rows that sum to one, if known in advance; sizes are spread by them."""
 
     @property
     def grid_in(self) -> tuple[int, int]:
@@ -368,15 +370,7 @@ class GridMerge(Merge):
         rows, columns, patches = self.rows, self.columns, x[:, self.num_prefix :]
         if self.weight is None and not self.normalised:
             rows, columns = _column_normalise(rows), _column_normalise(columns)
-        if columns.shape[0] <= _MAX_SIDE and _multiplies(patches, rows, columns, self.weight):
-            merged = _merge_grid(patches, self.weight, rows, columns)
-        elif self.weight is None:
-            merged = separable(patches, rows, columns)
-        else:
-            share = _at_most_one(self.weight[..., None]).to(x.dtype)
-            total = separable(share, rows, columns)
-            merged = _over(separable(patches * share, rows, columns), total)
-        return _beside_prefix(x, self.num_prefix, merged)
+        return _beside_prefix(x, self.num_prefix, _over_grid(patches, rows, columns, self.weight))
 
     def restore(self, y: Float[Tensor, "b kp c"]) -> Float[Tensor, "b kn c"]:
         """Row n of the mask is `A[n, p] / total[p]` times the weight of token n, which cancels."""
@@ -400,8 +394,8 @@ class GridMerge(Merge):
     def sizes(self, size: Float[Tensor, "_ kn"]) -> Float[Tensor, "_ kp"]:
         if self.size_out is not None:
             return self.size_out
-        rows, columns = row_normalise(self.rows), row_normalise(self.columns)
-        merged = separable(size[:, self.num_prefix :, None], rows, columns)[..., 0]
+        rows, columns = self.shares or (row_normalise(self.rows), row_normalise(self.columns))
+        merged = _over_grid(size[:, self.num_prefix :, None], rows, columns)[..., 0]
         return _beside_prefix(size, self.num_prefix, merged)
 
 
@@ -419,6 +413,16 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     x = rows.mT @ x.reshape(-1, h, w * c)
     x = columns.mT @ x.reshape(-1, h2, w, c)
     return x.reshape(-1, h2 * w2, c)
+
+
+def _over_grid(x: Tensor, rows: Tensor, columns: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The product `separable`; with a weight per token, its weighted mean."""
+    if columns.shape[0] <= _MAX_SIDE and _multiplies(x, rows, columns, weight):
+        return _merge_grid(x, weight, rows, columns)
+    if weight is None:
+        return separable(x, rows, columns)
+    share = _at_most_one(weight[..., None]).to(x.dtype)
+    return _over(separable(x * share, rows, columns), separable(share, rows, columns))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -558,7 +562,9 @@ def _gather(tokens: Tensor, who: Tensor, share: Tensor) -> Tensor:
 @operator
 def _merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
     b, c, places = tokens.shape[0], tokens.shape[2], rows.shape[1] * columns.shape[1]
-    return tokens.new_empty(b, c, places).mT if is_map(tokens) else tokens.new_empty(b, places, c)
+    if stays_map(tokens):
+        return tokens.new_empty(b, c, places).mT
+    return tokens.new_empty(b, places, c)
 
 
 @register_flop_formula(torch.ops.ltm.gather)

@@ -26,6 +26,7 @@ ZERO_LENGTH = 1e-12
 _OLDEST = (7, 5)
 """Compute capability of the oldest GPU that Triton builds for."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FEW_MAPS = 16
 _LIBRARY = torch.library.Library("ltm", "DEF")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -59,6 +60,14 @@ def is_map(tokens: Tensor) -> bool:
     """Whether tokens `b n c` have the memory layout of a map, channels first."""
     _, n, c = tokens.shape
     return n > 1 and tokens.stride() == (c * n, 1, n)
+
+
+def stays_map(tokens: Tensor) -> bool:
+    """Whether kernels merge a map in its own layout, channels first.
+
+    With few images that saves copies. With many, convolutions run faster with channels last.
+    """
+    return is_map(tokens) and uses_triton(tokens) and tokens.shape[0] < _FEW_MAPS
 
 
 def is_recorded() -> bool:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ltm.kernels.dispatch import is_map
+from ltm.kernels.dispatch import stays_map
 from ltm.kernels.triton.launch import FEW_IMAGES, ROOM, fitting, has_room, parts_of, sizes_of
 
 
@@ -63,11 +63,11 @@ def _grid_kernel(
 def merge_grid(tokens: Tensor, weight: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
     """Weighted means over the support `rows (x) columns`; without weights, the plain product.
 
-    Tokens are in raster order. The memory layout of a map, channels first, is kept.
+    Tokens are in raster order.
     """
     (h, h2), (w, w2) = rows.shape, columns.shape
     b, _, c = tokens.shape
-    if is_map(tokens):
+    if stays_map(tokens):
         merged = tokens.new_empty(b, c, h2 * w2).mT
     else:
         tokens, merged = tokens.contiguous(), tokens.new_empty(b, h2 * w2, c)

@@ -331,6 +331,8 @@ class ChosenMerger(LearnedMerger):
     """A frozen learned support: only the weights depend on the image."""
 
     size_out: Tensor
+    row_shares: Tensor
+    column_shares: Tensor
 
     @staticmethod
     def of(learned: LearnedMerger) -> ChosenMerger:
@@ -355,16 +357,23 @@ class ChosenMerger(LearnedMerger):
             assert rows is not None
             assert columns is not None
             ones = rows.new_ones(1, self.site.num_in, dtype=torch.float32)
-            size_out = GridMerge(rows=rows, columns=columns).sizes(ones)
-            self.register_buffer("size_out", size_out.detach().clone(), persistent=False)
+            derived = {
+                "size_out": GridMerge(rows=rows, columns=columns).sizes(ones).detach().clone(),
+                "row_shares": row_normalise(rows),
+                "column_shares": row_normalise(columns),
+            }
+            for name, value in derived.items():
+                self.register_buffer(name, value, persistent=False)
 
     def _masked(self, supports: tuple[Tensor, ...], weight: Tensor | None, hints: Hints) -> Merge:
-        """Add the sizes after the merge if they are known in advance."""
+        """Add what is known in advance: how sizes are spread, or the sizes after the merge."""
         merge = super()._masked(supports, weight, hints)
-        if not isinstance(merge, GridMerge) or hints.size is not None:
-            return merge
         planned = self.site.is_planned(merge.num_in, hints.grid_in, hints.patches)
-        return dataclasses.replace(merge, size_out=self.size_out) if planned else merge
+        if not isinstance(merge, GridMerge) or not planned:
+            return merge
+        if hints.size is None:
+            return dataclasses.replace(merge, size_out=self.size_out)
+        return dataclasses.replace(merge, shares=(self.row_shares, self.column_shares))
 
 
 def _follow_loaded(merger: ChosenMerger, _keys: object) -> None:
