@@ -81,6 +81,13 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def seldom_collected() -> None:
+    """What earlier modules left behind stays, too: benchmarks collect after every network."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard() -> Iterator[None]:
     """Shells let background jobs ignore Ctrl-C, and so would all that the tests start."""

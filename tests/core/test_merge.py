@@ -13,6 +13,7 @@ from ltm.core.merge import (
     compose_weights,
     members_of,
     restore_through,
+    row_normalise,
 )
 
 B, K, C = 3, 2, 5
@@ -193,6 +194,14 @@ def test_a_token_that_goes_nowhere_leaves_gradients_as_they_are():
     rows = torch.tensor([[1.0], [0.0]], requires_grad=True)
     GridMerge(rows=rows, columns=torch.eye(2)).sizes(torch.ones(1, 4)).sum().backward()
     assert rows.grad.abs().max() <= 2
+
+
+def test_sizes_are_spread_alike_by_shares_known_in_advance():
+    merge, size = grid_merge(num_prefix=K), torch.rand(B, K + 48, dtype=torch.float64)
+    shares = row_normalise(merge.rows), row_normalise(merge.columns)
+    sizes = replace(merge, shares=shares).sizes(size)
+    torch.testing.assert_close(sizes, merge.sizes(size))
+    torch.testing.assert_close(sizes.sum(dim=1), size.sum(dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

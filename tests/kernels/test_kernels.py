@@ -50,12 +50,13 @@ def test_decisions_are_the_same_and_weights_and_merged_tokens_agree(found):
         assert case["leaves"] or name == "hardly anything there", name
         assert case["assignment"] or name == "hardly anything there", name
         assert case["merged True"] < 1e-5, name
-        assert case["merged False"] < 1e-5, name
+        assert case.get("merged False", 0) < 1e-5, name
         assert case["sizes"] == 0, name
         assert case["handed on"] < 1e-5, name
-        assert case["without values"], name
+        assert case.get("without values", True), name
         assert case["unattended"] == 0, name
         assert case["weights"] < 1e-5, name
+    assert {"merged False", "without values"} <= found["kernels"]["plain"].keys()
 
 
 @pytest.mark.slow
