@@ -82,10 +82,11 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def seldom_collected() -> None:
-    """What earlier modules left behind stays, too: benchmarks collect after every network."""
-    gc.collect()
-    gc.freeze()
+def seldom_collected(request: pytest.FixtureRequest) -> None:
+    """Where networks are timed, each is collected: what earlier tests left is not looked at."""
+    if request.path.parent.name in {"cli", "deployment", "evaluation"}:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
