@@ -140,8 +140,8 @@ def compare(
     found["unattended"] = float((weights[0.0] - unattended).abs().max())
     found["weights"] = float((weights[0.5] - merge.weight).abs().max())
     values = torch.randn(1 if shared else images, num_patches, device=DEVICE)
-    whole = DEVICE == "cuda" or images * num_patches <= 100  # the interpreter takes its time
-    for keep_norm in (True, False) if whole else (True,):
+    thorough = DEVICE == "cuda" or images * num_patches <= 100  # the interpreter takes its time
+    for keep_norm in (True, False) if thorough else (True,):
         expected = replace(merge, keep_norm=keep_norm).apply(tokens, size, values)
         merged, merged_size, means = kernels.merge_groups(
             tokens, merge.weight, size, values, stays, leaves, goes, keep_norm=keep_norm
@@ -149,7 +149,7 @@ def compare(
         found[f"merged {keep_norm}"] = float((merged - expected.tokens).abs().max())
         found["sizes"] = float((merged_size - expected.sizes).abs().max())
         found["handed on"] = float((means - expected.values).abs().max())
-    if whole:
+    if thorough:
         merged, _, means = kernels.merge_groups(
             tokens, merge.weight, size, None, stays, leaves, goes, keep_norm=False
         )

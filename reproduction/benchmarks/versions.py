@@ -48,11 +48,8 @@ class Case(NamedTuple):
         return f"{self.model}{size} batch {self.batch}{kind}"
 
 
-VIT_B, VIT_S, SWIN_T = (
-    "vit_base_patch16_224",
-    "vit_small_patch16_224",
-    "swin_tiny_patch4_window7_224",
-)
+VIT_B, VIT_S = "vit_base_patch16_224", "vit_small_patch16_224"
+SWIN_T = "swin_tiny_patch4_window7_224"
 GRIDS = (
     (SWIN_T, 224),
     ("swin_base_patch4_window7_224", 224),
@@ -122,7 +119,10 @@ def _serve() -> None:
 
 
 def _time(network: Any, images: torch.Tensor, repeats: int) -> float:
-    """Milliseconds of one forward."""
+    """Milliseconds of one forward.
+
+    The timing of other benchmarks cannot be imported: they need this version.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -204,6 +204,8 @@ def main() -> None:
     if arguments.serve:
         _serve()
         return
+    if arguments.other is None:
+        options.error("--other: give the src folder of the other version")
     from reproduction.benchmarks.recording import machine  # noqa: PLC0415 - it needs this version
 
     command = f"python -m reproduction.benchmarks.versions {' '.join(sys.argv[1:])}"
